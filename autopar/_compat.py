@@ -1,0 +1,251 @@
+"""The one place that knows how this JAX spells its internals.
+
+Question of the file: which names of a jaxpr (classes, parameters, source frames) differ between the JAX versions that
+we run on, and what is the one way in which everybody else asks for them?  Two facts shape it: from 0.12 on
+``ClosedJaxpr is Jaxpr`` and a jaxpr carries its constants itself, and there ``scan`` says how its operands divide with
+flat trees instead of two counts.  Nothing of ours is imported here.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+from jax.interpreters import partial_eval
+
+Var = jex.Var
+DropVar = jex.DropVar
+Literal = jex.Literal
+Jaxpr = jex.Jaxpr
+ClosedJaxpr = jex.ClosedJaxpr
+JaxprEqn = jex.JaxprEqn
+Tracer = jax.core.Tracer
+
+_ONE_CLASS: bool = id(ClosedJaxpr) == id(Jaxpr)
+
+_LIBRARY_PACKAGES = ("jaxlib", "flax", "optax", "chex", "orbax", "treescope")
+
+
+# ------------------------------------------------------------------------------------------------------ jaxprs
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether the value is a jaxpr, open or closed."""
+    return isinstance(value, (Jaxpr, ClosedJaxpr))
+
+
+def jaxpr_of(closed: Any) -> Any:
+    """The open jaxpr of a closed one; an open one is returned as it is."""
+    return getattr(closed, "jaxpr", closed)
+
+
+def consts_of(closed: Any) -> Sequence[Any]:
+    """The constants' values of a closed jaxpr (none for an open one)."""
+    return getattr(closed, "consts", ())
+
+
+def inner_jaxprs(equation: Any) -> list[Any]:
+    """Every jaxpr in the parameters of an equation, open or closed, in parameter order."""
+    found: list[Any] = []
+    for value in equation.params.values():
+        found += [item for item in (value if isinstance(value, tuple) else (value,)) if is_jaxpr(item)]
+    return found
+
+
+def make_closed_jaxpr(
+    invars: Sequence[Any],
+    outvars: Sequence[Any],
+    equations: Sequence[Any],
+    like: Any,
+    *,
+    constvars: Sequence[Any] = (),
+    consts: Sequence[Any] = (),
+) -> Any:
+    """A closed jaxpr of these parts; effects and debugging names are those of the jaxpr ``like``."""
+    original = jaxpr_of(like)
+    debug = _debug_info_for(original.debug_info, len(invars), len(outvars))
+    if _ONE_CLASS:
+        return Jaxpr(  # type: ignore[call-arg]  # the stubs at hand may be those of the older version
+            constvars, invars, outvars, equations, original.effects, debug_info=debug, consts=list(consts) or None
+        )
+    return ClosedJaxpr(Jaxpr(constvars, invars, outvars, equations, original.effects, debug), list(consts))
+
+
+def close_jaxpr(jaxpr: Any) -> Any:
+    """The closed form of a jaxpr without constants."""
+    return jaxpr if _ONE_CLASS or isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, [])
+
+
+def eliminate_dead_code(jaxpr: Any, keep_inputs: Sequence[bool]) -> tuple[Any, list[bool]]:
+    """``jaxpr`` (open, no constants) without equations that reach no output and have no effect, at any depth.
+
+    Inputs not in ``keep_inputs`` go if unused. Returns the open jaxpr and which inputs remain.
+    """
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), list(keep_inputs))
+
+
+def _debug_info_for(info: Any, num_inputs: int, num_outputs: int) -> Any:
+    """``info`` with as many argument and result names as the jaxpr has; ours are appended without a name."""
+
+    def fit(names: Any, count: int) -> Any:
+        if not isinstance(names, tuple) or len(names) == count:
+            return names
+        return (*names, *[""] * (count - len(names)))[:count]
+
+    return info._replace(arg_names=fit(info.arg_names, num_inputs), result_paths=fit(info.result_paths, num_outputs))
+
+
+# --------------------------------------------------------------------------------------------------- equations
+
+
+@functools.cache
+def optimization_barrier_primitive() -> Any:
+    """The primitive of ``jax.lax.optimization_barrier``, which ``jax.extend`` does not list."""
+    return jax.make_jaxpr(jax.lax.optimization_barrier)(0.0).eqns[0].primitive
+
+
+def sharding_constraint_equation(atom: Any, out: Any, sharding: Any, like: Any) -> Any:
+    """``out = with_sharding_constraint(atom, sharding)``, with source and context of the equation ``like``."""
+    shape = jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+    traced = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(shape)
+    template = traced.eqns[0]
+    return like.replace(
+        invars=[atom],
+        outvars=[out],
+        primitive=template.primitive,
+        params=template.params,
+        effects=template.effects,
+    )
+
+
+def scan_arity(params: dict[str, Any]) -> tuple[int, int]:
+    """How many leading operands of a ``scan`` are constants, and how many after them are carried."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def with_scan_body(params: dict[str, Any], body: Any, num_consts: int) -> dict[str, Any]:
+    """Parameters of the same ``scan`` with another closed body, of ``num_consts`` constants; carries stay as many."""
+    if "num_consts" in params:
+        return dict(params, jaxpr=body, num_consts=num_consts)
+    from jax._src import flattree  # type: ignore[attr-defined]  # only where scan speaks in flat trees
+
+    _, carry, sequences = params["ft_in"].unpack()
+    operands = flattree.pack((flattree.nones(num_consts), carry, sequences))
+    return dict(params, jaxpr=body, ft_in=operands)
+
+
+# ------------------------------------------------------------------------------------------------ source lines
+
+
+@functools.cache
+def _library_prefixes() -> tuple[str, ...]:
+    """Folders whose frames are not the user's: JAX and its companions, the standard library, this package."""
+    folders = [_jax_folder(), Path(__file__).absolute().parent]
+    folders += [_jax_folder().parent / name for name in _LIBRARY_PACKAGES]
+    return (*(f"{folder}{os.sep}" for folder in folders), "<frozen")
+
+
+def _jax_folder() -> Path:
+    return Path(jax.__file__).absolute().parent
+
+
+@functools.cache
+def is_user_file(filename: str) -> bool:
+    """Whether a source file is the user's own (not JAX, Flax, Optax, the standard library, or this package)."""
+    if filename.startswith(_library_prefixes()):
+        return False
+    standard = sysconfig.get_path("stdlib") + os.sep
+    return not filename.startswith(standard) or "site-packages" in filename
+
+
+@functools.cache
+def is_jax_file(filename: str) -> bool:
+    """Whether a source file belongs to JAX itself."""
+    return filename.startswith(f"{_jax_folder()}{os.sep}")
+
+
+@functools.lru_cache(maxsize=1 << 17)
+def _frame(traceback: Any) -> tuple[str, int, bool]:
+    """File and line of the chosen frame of a traceback, and whether it is the user's."""
+    codes, instructions = traceback.raw_frames()
+    if not codes:
+        return "", 0, False
+    files = [code.co_filename for code in codes]
+    chosen = next((i for i, file in enumerate(files) if is_user_file(file)), None)
+    is_users = chosen is not None
+    if chosen is None:
+        chosen = next((i for i, file in enumerate(files) if not is_jax_file(file)), 0)
+    line = type(traceback).code_addr2location(codes[chosen], instructions[chosen])[0]
+    return files[chosen], line, is_users
+
+
+def user_source(equation: Any) -> tuple[str, int]:
+    """File and line of the user's innermost frame of an equation.
+
+    Falls back to the innermost frame outside of JAX, then to the innermost, and to ``("", 0)`` where JAX recorded none.
+    """
+    traceback = equation.source_info.traceback
+    return _frame(traceback)[:2] if traceback is not None else ("", 0)
+
+
+def has_user_frame(traceback: Any) -> bool:
+    """Whether a traceback reaches into the user's own code."""
+    return traceback is not None and _frame(traceback)[2]
+
+
+def name_stack_text(equation: Any) -> str:
+    """The names stack as JAX prints it, for example ``transpose(jvp(GPT))/layer1/Dense_0``."""
+    return str(equation.source_info.name_stack)
+
+
+def is_defined_in_jax(jaxpr: Any) -> bool:
+    """Whether a jaxpr was traced from one of JAX's own functions.
+
+    Such functions are traced once and cached, so the frames inside tell of their *first* caller.
+    """
+    described = getattr(jaxpr_of(jaxpr).debug_info, "func_src_info", None) or ""
+    _, separator, place = described.rpartition(" at ")
+    return bool(separator) and is_jax_file(place.rpartition(":")[0])
+
+
+# ------------------------------------------------------------------------------------------------ avals, dtypes
+
+
+def is_key_dtype(dtype: Any) -> bool:
+    """Whether a dtype is that of typed PRNG keys."""
+    return bool(jax.numpy.issubdtype(dtype, jax.dtypes.prng_key))
+
+
+def dtype_name(dtype: Any) -> str:
+    """NumPy's name of a dtype, or the string of a typed key's, for example ``key<fry>``."""
+    return str(dtype)
+
+
+def item_bytes(dtype: Any) -> int:
+    """Bytes of one element; of a typed key, those of the integers that it stands for."""
+    return int(dtype.itemsize)
+
+
+def aval_of(value: Any) -> Any:
+    """The abstract value (shape, canonical dtype, weak type) of an array, a scalar, or a ``ShapeDtypeStruct``.
+
+    Raises ``TypeError`` for what JAX does not take as an array.
+    """
+    if isinstance(value, jax.ShapeDtypeStruct):
+        dtype = value.dtype if is_key_dtype(value.dtype) else jax.dtypes.canonicalize_dtype(value.dtype)
+        return jax.typeof(jax.ShapeDtypeStruct(value.shape, dtype, weak_type=value.weak_type))
+    return jax.typeof(value)
+
+
+def is_weak(aval: Any) -> bool:
+    """Whether the aval's dtype gives way to others (a Python scalar's)."""
+    return bool(getattr(aval, "weak_type", False))

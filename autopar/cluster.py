@@ -1,0 +1,447 @@
+"""What the hardware is: devices, hosts and the links between them.
+
+A cluster is ``hosts`` equal hosts of ``devices_per_host`` equal devices.  Device ``d`` lives on host
+``d // devices_per_host``.  Two link levels join them: the *local* link inside a host and the *network* link
+between hosts.  A link is described by the α-β model (Hockney, 1994): a message of ``n`` bytes takes
+
+    α + n / β        α = ``latency_seconds``, β = ``bytes_per_second`` (one direction; both run at once)
+
+and ``shared_by`` says how many devices of one host compete for that β when all of them send at once (a network
+card shared by the eight devices of a host has ``shared_by=8``; NVLink ports of one's own have 1).  So device ``d``
+uses link number ``(d mod devices_per_host) // shared_by`` of its host.
+
+This file imports nothing of ours but the error type, and nothing of JAX at module level: a description needs no
+devices.  The figures of known hardware are in :mod:`autopar.cluster_presets`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from autopar.errors import ClusterError
+
+_FILE_FORMAT = "autopar-cluster"
+_FILE_VERSION = 1
+_AXIS_NAMES = ("data", "model", "extra")
+_Made = TypeVar("_Made")
+
+
+class Platform(Enum):
+    """The XLA backend that will run the program; factors and prices depend on it."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+    TPU = "tpu"
+
+
+class _Rates(Mapping[str, float]):
+    """A read-only, hashable mapping (clusters are keys of caches); equal to a ``dict`` of the same items."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Mapping[str, float]) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: str) -> float:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
+def _check_number(where: str, value: object, *, zero_allowed: bool = False) -> None:
+    """Refuse all but finite numbers above zero (or from zero on)."""
+    wanted = "a finite number, zero or more" if zero_allowed else "a finite number above zero"
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or value < 0 or (value == 0 and not zero_allowed):  # type: ignore[operator]
+        raise ClusterError(f"{where} is {value!r}; give {wanted}")
+
+
+def _check_count(where: str, value: object) -> None:
+    """Refuse all but integers of one or more."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ClusterError(f"{where} is {value!r}; give an integer of 1 or more")
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """One kind of accelerator.
+
+    ``flops_per_second`` maps a dtype name (``"float32"``, ``"bfloat16"``, …) to dense matrix-product throughput
+    that is really reached; ``memory_bytes`` is what a program may use; ``memory_bytes_per_second`` the bandwidth of it.
+    ``source`` says where the figures come from.  Any mapping is accepted; it is kept as a read-only, hashable one.
+
+    Raises ``ClusterError`` for figures that are not finite and positive.
+    """
+
+    name: str
+    platform: Platform
+    flops_per_second: Mapping[str, float]
+    memory_bytes: int
+    memory_bytes_per_second: float
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.platform, Platform):
+            known = ", ".join(str(platform) for platform in Platform)
+            raise ClusterError(f"platform of device {self.name!r} is {self.platform!r}; give one of {known}")
+        if not self.flops_per_second:
+            raise ClusterError(f"flops_per_second of device {self.name!r} is empty; give at least one dtype")
+        for dtype, rate in self.flops_per_second.items():
+            _check_number(f"flops_per_second[{dtype!r}] of device {self.name!r}", rate)
+        _check_count(f"memory_bytes of device {self.name!r}", self.memory_bytes)
+        _check_number(f"memory_bytes_per_second of device {self.name!r}", self.memory_bytes_per_second)
+        if not isinstance(self.flops_per_second, _Rates):
+            object.__setattr__(self, "flops_per_second", _Rates(self.flops_per_second))
+
+    def dense_flops_per_second(self, dtype: str) -> float:
+        """Throughput for ``dtype``; a dtype not listed runs at the slowest listed speed."""
+        rate = self.flops_per_second.get(dtype)
+        return min(self.flops_per_second.values()) if rate is None else rate
+
+
+@dataclass(frozen=True)
+class Link:
+    """One level of the interconnect (see the module docstring for α, β and ``shared_by``).
+
+    Raises ``ClusterError`` for a negative α, a β that is not positive and finite, or ``shared_by`` below 1.
+    """
+
+    latency_seconds: float
+    bytes_per_second: float
+    shared_by: int = 1
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        _check_number("latency_seconds of a link", self.latency_seconds, zero_allowed=True)
+        _check_number("bytes_per_second of a link", self.bytes_per_second)
+        _check_count("shared_by of a link", self.shared_by)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A logical mesh: names and sizes of axes over the device ids ``0 … size-1`` in row-major order.
+
+    The first axis has the largest stride, so with 2 hosts × 4 devices the axis of size 2 in ``(2, 4)`` crosses hosts.
+
+    Raises ``ClusterError`` if names repeat, or names and sizes do not pair up, or a size is below 1.
+    """
+
+    axis_names: tuple[str, ...]
+    axis_sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.axis_names) != len(self.axis_sizes) or len(set(self.axis_names)) != len(self.axis_names):
+            raise ClusterError(
+                f"mesh axes {self.axis_names} of sizes {self.axis_sizes}; give one size for each name, no name twice"
+            )
+        for name, size in zip(self.axis_names, self.axis_sizes, strict=True):
+            _check_count(f"size of mesh axis {name!r}", size)
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return math.prod(self.axis_sizes)
+
+    def position(self, name: str) -> int:
+        """Index of the axis; raises ``ClusterError`` for a name that the mesh does not have."""
+        try:
+            return self.axis_names.index(name)
+        except ValueError:
+            raise ClusterError(f"no axis {name!r} in mesh {self}; its axes are {list(self.axis_names)}") from None
+
+    def axis_size(self, *names: str) -> int:
+        """Product of the sizes of the named axes (1 for none)."""
+        return math.prod(self.axis_sizes[self.position(name)] for name in names)
+
+    def stride(self, name: str) -> int:
+        """Distance in device ids between neighbours along the axis."""
+        return math.prod(self.axis_sizes[self.position(name) + 1 :])
+
+    def __str__(self) -> str:
+        return " × ".join(f"{name}={size}" for name, size in zip(self.axis_names, self.axis_sizes, strict=True))
+
+
+def _with_local(cls: type[Cluster]) -> type[Cluster]:
+    """Add the constructor ``Cluster.local()`` beside the *field* ``local``, which instances find first.
+
+    Done after ``@dataclass``, which would take a method of that name in the class body for the field's default.
+    """
+
+    def local(devices: Sequence[Any] | None = None) -> Cluster:
+        """The devices of this program, or the given ``jax.Device``s; imports JAX.
+
+        See :func:`autopar.cluster_presets.local_cluster` for what is found out, what is assumed, and the errors.
+        """
+        from autopar.cluster_presets import local_cluster
+
+        return local_cluster(devices)
+
+    setattr(cls, "local", staticmethod(local))  # noqa: B010  (mypy knows `local` as the field)
+    return cls
+
+
+@_with_local
+@dataclass(frozen=True)
+class Cluster:
+    """Hardware as the planner sees it.
+
+    ``compute_shared_by`` is the number of devices that share one device's worth of FLOP/s, memory and memory
+    bandwidth (eight virtual CPU devices of one process share the machine: 8); 1 for real accelerators.
+
+    Made by :meth:`local`, :meth:`preset`, :meth:`from_file`, or by hand.  Raises ``ClusterError`` for counts below 1.
+    """
+
+    name: str
+    hosts: int
+    devices_per_host: int
+    device: DeviceKind
+    local: Link
+    network: Link
+    compute_shared_by: int = 1
+    notes: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        for count in ("hosts", "devices_per_host", "compute_shared_by"):
+            _check_count(f"{count} of cluster {self.name!r}", getattr(self, count))
+        for part, kind in (("device", DeviceKind), ("local", Link), ("network", Link)):
+            if not isinstance(getattr(self, part), kind):
+                raise ClusterError(
+                    f"{part} of cluster {self.name!r} is {getattr(self, part)!r}; give a {kind.__name__}"
+                )
+
+    def __hash__(self) -> int:
+        # Clusters key the caches of the cost model, which are asked some 10^5 times per plan: the fields that tell
+        # clusters apart in practice are enough, and hash several times faster than all of them.
+        return hash(
+            (
+                self.name,
+                self.hosts,
+                self.devices_per_host,
+                self.compute_shared_by,
+                self.local.bytes_per_second,
+                self.network.bytes_per_second,
+                self.device.memory_bytes,
+            )
+        )
+
+    @property
+    def num_devices(self) -> int:
+        """All devices of all hosts."""
+        return self.hosts * self.devices_per_host
+
+    def per_device_flops_per_second(self, dtype: str) -> float:
+        """Dense matrix-product FLOP/s of one device for the dtype when all devices compute at once."""
+        return self.device.dense_flops_per_second(dtype) / self.compute_shared_by
+
+    @property
+    def per_device_memory_bytes(self) -> int:
+        """Bytes that one device's part of a program may use."""
+        return self.device.memory_bytes // self.compute_shared_by
+
+    @property
+    def per_device_memory_bytes_per_second(self) -> float:
+        """Memory bandwidth of one device when all devices use theirs at once."""
+        return self.device.memory_bytes_per_second / self.compute_shared_by
+
+    def logical_mesh_shapes(self, max_axes: int = 3) -> list[Mesh]:
+        """Every way to lay the devices out as a mesh of 1 to ``max_axes`` (at most 3) axes of size 2 or more.
+
+        All *ordered* factorizations of ``num_devices``: ids are row-major, so the order of the axes decides which of
+        them crosses hosts.  Axes are named ``data``, ``model``, ``extra``.  One device gives one axis of size 1.
+        """
+        if not 1 <= max_axes <= len(_AXIS_NAMES):
+            raise ClusterError(f"max_axes is {max_axes}; give 1 to {len(_AXIS_NAMES)}")
+        if self.num_devices == 1:
+            return [Mesh(_AXIS_NAMES[:1], (1,))]
+        shapes = sorted(_ordered_factorizations(self.num_devices, max_axes), key=lambda shape: (len(shape), shape))
+        return [Mesh(_AXIS_NAMES[: len(shape)], shape) for shape in shapes]
+
+    def replace(self, *, memory_bytes: int | None = None, **changes: Any) -> Cluster:
+        """A cluster with other fields, the rest as here: ``cluster.replace(hosts=4, network=Link(1e-5, 25e6))``.
+
+        ``memory_bytes`` stands for the field of that name of ``device``, which ``compute_shared_by`` devices share.
+        Raises ``ClusterError`` for a field that clusters do not have.
+        """
+        known = [one.name for one in dataclasses.fields(self)]
+        unknown = sorted(set(changes) - set(known))
+        if unknown:
+            raise ClusterError(
+                f"clusters have no field {', '.join(unknown)}; there are {', '.join(known)}, memory_bytes"
+            )
+        if memory_bytes is not None:
+            device = changes.get("device", self.device)
+            changes["device"] = dataclasses.replace(device, memory_bytes=memory_bytes)
+        return dataclasses.replace(self, **changes)
+
+    @classmethod
+    def preset(cls, name: str, hosts: int = 1) -> Cluster:
+        """Known hardware that one need not have, for example ``Cluster.preset("p4d.24xlarge", hosts=8)``.
+
+        The figures and their sources are in :mod:`autopar.cluster_presets`.  Raises ``ClusterError`` for an unknown
+        name (with the known ones) or for more hosts than such a cluster can have.
+        """
+        from autopar.cluster_presets import preset_cluster
+
+        return preset_cluster(name, hosts)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Cluster:
+        """Read a cluster written by :meth:`to_file` or by hand.
+
+        The file is JSON, ``{"format": "autopar-cluster", "version": 1, "cluster": {…}}`` with the fields of this class
+        and, inside, of ``DeviceKind`` and ``Link``.  Those with a default may be left out; unknown ones are refused,
+        so that a misspelt field cannot silently mean its default.
+
+        Raises ``ClusterError`` naming the file and the field for anything missing, unknown, ill-typed or out of range.
+        """
+        return _read_cluster(Path(path))
+
+    def to_file(self, path: str | Path) -> None:
+        """Write this cluster as versioned JSON; raises ``ClusterError`` if the file cannot be written."""
+        _write_cluster(self, Path(path))
+
+
+def _ordered_factorizations(number: int, max_factors: int) -> Iterator[tuple[int, ...]]:
+    """All tuples of at most ``max_factors`` integers of 2 or more with product ``number`` (at least 2)."""
+    yield (number,)
+    if max_factors > 1:
+        for first in range(2, number // 2 + 1):
+            if number % first == 0:
+                for rest in _ordered_factorizations(number // first, max_factors - 1):
+                    yield (first, *rest)
+
+
+class _Link(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    latency_seconds: float
+    bytes_per_second: float
+    shared_by: int = 1
+    source: str = ""
+
+
+class _Device(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    name: str
+    platform: Platform
+    flops_per_second: dict[str, float]
+    memory_bytes: int
+    memory_bytes_per_second: float
+    source: str = ""
+
+
+class _Cluster(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    name: str
+    hosts: int
+    devices_per_host: int
+    device: _Device
+    local: _Link
+    network: _Link
+    compute_shared_by: int = 1
+    notes: str = ""
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    format: str
+    version: int
+    cluster: _Cluster
+
+
+class _Header(msgspec.Struct):
+    """Read first and leniently, so that a file of another format or version is refused by that name."""
+
+    format: str
+    version: int
+
+
+def _read_cluster(path: Path) -> Cluster:
+    """The cluster in the file; raises ``ClusterError`` that names the file, the field and what to do."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ClusterError(f"cannot read cluster file {path}: {error.strerror or error}; check the path") from error
+    try:
+        header = msgspec.json.decode(data, type=_Header)
+        if header.format != _FILE_FORMAT:
+            raise ClusterError(
+                f"{path}: $.format is {header.format!r}, not {_FILE_FORMAT!r}; this is not a cluster file"
+            )
+        if header.version != _FILE_VERSION:
+            raise ClusterError(
+                f"{path}: $.version is {header.version}, this release reads {_FILE_VERSION}; write the file anew with "
+                "Cluster.to_file, or use the release that wrote it"
+            )
+        stored = msgspec.json.decode(data, type=_File).cluster
+    except msgspec.ValidationError as error:
+        raise ClusterError(f"{path}: {error}; correct that field (the fields are those of Cluster)") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ClusterError(
+            f"{path} is not complete JSON ({error}); NaN and infinity have no place in it either: write it anew"
+        ) from error
+    return _to_cluster(path, stored)
+
+
+def _write_cluster(cluster: Cluster, path: Path) -> None:
+    """Write the cluster; reading it back gives an equal one."""
+    device = cluster.device
+    stored = _Cluster(
+        name=cluster.name,
+        hosts=cluster.hosts,
+        devices_per_host=cluster.devices_per_host,
+        device=_Device(
+            name=device.name,
+            platform=device.platform,
+            flops_per_second=dict(device.flops_per_second),
+            memory_bytes=device.memory_bytes,
+            memory_bytes_per_second=device.memory_bytes_per_second,
+            source=device.source,
+        ),
+        local=_from_link(cluster.local),
+        network=_from_link(cluster.network),
+        compute_shared_by=cluster.compute_shared_by,
+        notes=cluster.notes,
+    )
+    data = msgspec.json.encode(_File(format=_FILE_FORMAT, version=_FILE_VERSION, cluster=stored))
+    try:
+        path.write_bytes(msgspec.json.format(data, indent=2) + b"\n")
+    except OSError as error:
+        raise ClusterError(f"cannot write cluster file {path}: {error.strerror or error}; check the path") from error
+
+
+def _from_link(link: Link) -> _Link:
+    return _Link(
+        latency_seconds=link.latency_seconds,
+        bytes_per_second=link.bytes_per_second,
+        shared_by=link.shared_by,
+        source=link.source,
+    )
+
+
+def _to_cluster(path: Path, stored: _Cluster) -> Cluster:
+    fields = msgspec.structs.asdict(stored)
+    for name, kind in (("device", DeviceKind), ("local", Link), ("network", Link)):
+        fields[name] = _checked(f"{path}: $.cluster.{name}", kind, msgspec.structs.asdict(fields[name]))
+    return _checked(f"{path}: $.cluster", Cluster, fields)
+
+
+def _checked(where: str, make: Callable[..., _Made], fields: dict[str, object]) -> _Made:
+    """``make(**fields)``, with the place in the file put before what the dataclass finds wrong."""
+    try:
+        return make(**fields)
+    except ClusterError as error:
+        raise ClusterError(f"{where}: {error}") from error

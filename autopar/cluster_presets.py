@@ -1,0 +1,400 @@
+"""The figures of known hardware, where each comes from, and which of it this process has.
+
+A data sheet says what a part can do at most; a plan wants what programs reach.  So every preset is
+
+    data sheet figure × share that is reached
+
+with one share per kind of figure, the same for all vendors (the constants below).  They are assumptions, not
+measurements: a plan depends on the *ratios* of compute, memory and links, which the data sheets give.  Data sheets
+count both directions of a link; ``Link.bytes_per_second`` is one direction, so they are halved first.
+
+For virtual CPU devices there is no data sheet: the figures were measured with ``benchmarks/measure_local.py``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from autopar.cluster import Cluster, DeviceKind, Link, Platform
+from autopar.errors import ClusterError
+
+TERA = 1e12
+GIGA = 1e9
+GIB = 1 << 30
+GIGABIT = 1e9 / 8
+
+MATMUL_REACHED = 0.75
+"""Share of the peak FLOP/s that large matrix products reach."""
+MEMORY_BANDWIDTH_REACHED = 0.9
+"""Share of the peak memory bandwidth that elementwise operators reach."""
+MEMORY_USABLE = 0.9
+"""Share of the memory that a program may use; the rest is the driver, communication buffers and fragmentation."""
+LINK_REACHED = 0.8
+"""Share of one direction's bandwidth that a ring reaches on NVLink and on a network card."""
+ICI_REACHED = 0.9
+"""The same for the links between TPU chips, which carry no protocol of a network."""
+
+NVLINK_LATENCY_SECONDS = 3.4e-6
+RDMA_LATENCY_SECONDS = 14e-6
+TCP_LATENCY_SECONDS = 50e-6
+ICI_LATENCY_SECONDS = 1e-6
+
+CPU_FLOPS_PER_SECOND_PER_CORE = {"float32": 1e11, "float64": 5e10, "bfloat16": 1e11}
+"""Matrix products on one core with AVX-512 (AMD EPYC, Zen 4, 2.6 GHz): ``python benchmarks/measure_local.py``."""
+CPU_MEMORY_BYTES_PER_SECOND_PER_CORE = 2.5e10
+"""Read and written by ``x + 1`` over 256 MiB on the same machine, by the same command."""
+CPU_COLLECTIVE_LATENCY_SECONDS = 12e-6
+CPU_COLLECTIVE_BYTES_PER_SECOND_PER_CORE = 8e9
+"""α and β of collectives between virtual CPU devices of one process (which share the memory), by the same command."""
+CPU_NETWORK = Link(100e-6, 10 * GIGABIT * LINK_REACHED, source="assumed: 10 Gb/s Ethernet and TCP between processes")
+
+_NCCL = "latency: NCCL src/graph/tuning.cc, hwLat, ring, protocol Simple"
+
+
+def _device(
+    name: str, platform: Platform, tera_flops: dict[str, float], memory: tuple[float, float], source: str
+) -> DeviceKind:
+    """A device from its data sheet: peak TFLOP/s per dtype, (GiB, GB/s) of memory."""
+    gibibytes, gigabytes_per_second = memory
+    return DeviceKind(
+        name=name,
+        platform=platform,
+        flops_per_second={dtype: rate * TERA * MATMUL_REACHED for dtype, rate in tera_flops.items()},
+        memory_bytes=int(gibibytes * GIB * MEMORY_USABLE),
+        memory_bytes_per_second=gigabytes_per_second * GIGA * MEMORY_BANDWIDTH_REACHED,
+        source=source,
+    )
+
+
+def _nvlink(gigabytes_per_second: float, source: str) -> Link:
+    """NVLink from the data sheet's figure, which counts both directions."""
+    rate = gigabytes_per_second / 2 * GIGA * LINK_REACHED
+    return Link(NVLINK_LATENCY_SECONDS, rate, source=f"{source}; {_NCCL}, NVLink")
+
+
+def _cards(gigabits_per_second: float, shared_by: int, latency_seconds: float, source: str) -> Link:
+    """Network cards of the given rate each, every one shared by ``shared_by`` devices."""
+    return Link(latency_seconds, gigabits_per_second * GIGABIT * LINK_REACHED, shared_by, source)
+
+
+def _ici(gigabytes_per_second: float, links: int, source: str) -> Link:
+    """A ring along one axis of the torus uses two of the chip's ``links``, one direction of each at a time."""
+    both_directions_of_one_link = gigabytes_per_second / links * GIGA
+    rate = 2 * both_directions_of_one_link / 2 * ICI_REACHED
+    return Link(ICI_LATENCY_SECONDS, rate, source=source)
+
+
+# The dtypes are those of JAX programs at default precision: XLA runs float32 products as TF32 on Ampere and later and
+# as one bfloat16 pass on TPUs.  Volta has no bfloat16 units.
+V100_16 = _device(
+    "V100-SXM2-16GB",
+    Platform.CUDA,
+    {"float64": 7.8, "float32": 15.7, "bfloat16": 15.7, "float16": 125},
+    (16, 900),
+    "NVIDIA V100 data sheet (2020), Specifications, V100 SXM2; bfloat16 runs as float32",
+)
+V100_32 = replace(
+    V100_16,
+    name="V100-SXM2-32GB",
+    memory_bytes=int(32 * GIB * MEMORY_USABLE),
+    source="NVIDIA V100 data sheet (2020), Specifications, V100 SXM2; bfloat16 runs as float32",
+)
+_A100_TERA_FLOPS = {"float64": 19.5, "float32": 156, "bfloat16": 312, "float16": 312, "int8": 624}
+_A100_SOURCE = "NVIDIA A100 data sheet (2021), table of specifications, {} SXM, dense (no sparsity); float32 as TF32"
+A100_40 = _device("A100-SXM4-40GB", Platform.CUDA, _A100_TERA_FLOPS, (40, 1555), _A100_SOURCE.format("A100 40GB"))
+A100_80 = _device("A100-SXM4-80GB", Platform.CUDA, _A100_TERA_FLOPS, (80, 2039), _A100_SOURCE.format("A100 80GB"))
+_HOPPER_TERA_FLOPS = {
+    "float64": 67,
+    "float32": 494.7,
+    "bfloat16": 989.4,
+    "float16": 989.4,
+    "float8_e4m3fn": 1978.9,
+    "float8_e5m2": 1978.9,
+    "int8": 1978.9,
+}
+_HOPPER_SOURCE = (
+    "NVIDIA {} data sheet, Technical Specifications, {} SXM, halved where given with sparsity; float32 as TF32"
+)
+H100_80 = _device(
+    "H100-SXM5-80GB", Platform.CUDA, _HOPPER_TERA_FLOPS, (80, 3350), _HOPPER_SOURCE.format("H100", "H100")
+)
+H200_141 = _device(
+    "H200-SXM-141GB", Platform.CUDA, _HOPPER_TERA_FLOPS, (141, 4800), _HOPPER_SOURCE.format("H200", "H200")
+)
+TPU_V5E = _device(
+    "TPU v5e",
+    Platform.TPU,
+    {"bfloat16": 197, "float32": 197, "int8": 393},
+    (16, 819),
+    "Google Cloud TPU documentation, TPU v5e, System architecture; float32 as one bfloat16 pass",
+)
+TPU_V5P = _device(
+    "TPU v5p",
+    Platform.TPU,
+    {"bfloat16": 459, "float32": 459, "int8": 918},
+    (95, 2765),
+    "Google Cloud TPU documentation, TPU v5p, System architecture; float32 as one bfloat16 pass, int8 as two",
+)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One host of known hardware, what ``jax.Device.device_kind`` calls its devices, and how far it scales."""
+
+    cluster: Cluster
+    device_kinds: tuple[str, ...] = ()
+    max_hosts: int | None = None
+
+
+def _preset(
+    name: str, device: DeviceKind, links: tuple[Link, Link], device_kinds: tuple[str, ...] = (), notes: str = ""
+) -> Preset:
+    """A preset of eight devices a host with (local, network) links."""
+    local, network = links
+    return Preset(Cluster(name, 1, 8, device, local, network, notes=notes), device_kinds)
+
+
+def _tpu_preset(name: str, device: DeviceKind, ici: Link, device_kinds: tuple[str, ...], chips: int) -> Preset:
+    """A slice of a TPU pod: hosts of four chips, one ICI torus within and between hosts."""
+    notes = (
+        "One slice. Within and between hosts the link is the ICI; the torus is not modelled beyond that each logical "
+        "axis gets one of its axes, so a group laid over several torus axes is priced too high."
+    )
+    cluster = Cluster(name, 1, 4, device, ici, ici, notes=notes)
+    return Preset(cluster, device_kinds, max_hosts=chips // 4)
+
+
+PRESETS: tuple[Preset, ...] = (
+    _preset(
+        "p3.16xlarge",
+        V100_16,
+        (
+            _nvlink(300, "NVIDIA V100 data sheet, Interconnect Bandwidth, 300 GB/s"),
+            _cards(
+                25,
+                8,
+                TCP_LATENCY_SECONDS,
+                "Amazon EC2 P3 instances, p3.16xlarge, Network Bandwidth 25 Gbps; latency assumed for TCP",
+            ),
+        ),
+        ("Tesla V100-SXM2-16GB",),
+        "NVLink is a hybrid cube mesh: a pair of devices has one or two of the six links, a ring of eight has all.",
+    ),
+    _preset(
+        "p3dn.24xlarge",
+        V100_32,
+        (
+            _nvlink(300, "NVIDIA V100 data sheet, Interconnect Bandwidth, 300 GB/s"),
+            _cards(
+                100,
+                8,
+                RDMA_LATENCY_SECONDS,
+                f"Amazon EC2 P3 instances, p3dn.24xlarge, Network Bandwidth 100 Gbps; {_NCCL}, network",
+            ),
+        ),
+        ("Tesla V100-SXM2-32GB",),
+        "NVLink is a hybrid cube mesh: a pair of devices has one or two of the six links, a ring of eight has all.",
+    ),
+    _preset(
+        "p4d.24xlarge",
+        A100_40,
+        (
+            _nvlink(600, "NVIDIA A100 data sheet, Interconnect, NVLink 600 GB/s, through NVSwitch"),
+            _cards(
+                100,
+                2,
+                RDMA_LATENCY_SECONDS,
+                f"Amazon EC2 P4 instances, p4d.24xlarge, 400 Gbps EFA as four cards; {_NCCL}, network",
+            ),
+        ),
+        ("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB"),
+    ),
+    _preset(
+        "p4de.24xlarge",
+        A100_80,
+        (
+            _nvlink(600, "NVIDIA A100 data sheet, Interconnect, NVLink 600 GB/s, through NVSwitch"),
+            _cards(
+                100,
+                2,
+                RDMA_LATENCY_SECONDS,
+                f"Amazon EC2 P4 instances, p4de.24xlarge, 400 Gbps EFA as four cards; {_NCCL}, network",
+            ),
+        ),
+        ("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB"),
+    ),
+    _preset(
+        "p5.48xlarge",
+        H100_80,
+        (
+            _nvlink(900, "NVIDIA H100 data sheet, Interconnect, NVLink 900 GB/s, through NVSwitch"),
+            _cards(
+                400,
+                1,
+                RDMA_LATENCY_SECONDS,
+                f"Amazon EC2 P5 instances, p5.48xlarge, 3200 Gbps EFA, an eighth for each device; {_NCCL}, network",
+            ),
+        ),
+        ("NVIDIA H100 80GB HBM3",),
+    ),
+    _preset(
+        "h200",
+        H200_141,
+        (
+            _nvlink(900, "NVIDIA H200 data sheet, Interconnect, NVLink 900 GB/s, through NVSwitch"),
+            _cards(
+                400,
+                1,
+                RDMA_LATENCY_SECONDS,
+                f"NVIDIA DGX H200 data sheet, Networking, eight ConnectX-7 of 400 Gb/s for compute; {_NCCL}, network",
+            ),
+        ),
+        ("NVIDIA H200",),
+    ),
+    _tpu_preset(
+        "tpu-v5e",
+        TPU_V5E,
+        _ici(
+            400,
+            4,
+            "Google Cloud TPU documentation, TPU v5e, bidirectional ICI 400 GBps per chip, 2D torus; latency assumed",
+        ),
+        ("TPU v5 lite", "TPU v5e"),
+        256,
+    ),
+    _tpu_preset(
+        "tpu-v5p",
+        TPU_V5P,
+        _ici(
+            1200,
+            6,
+            "Google Cloud TPU documentation, TPU v5p, bidirectional ICI 1200 GBps per chip, 3D torus; latency assumed",
+        ),
+        ("TPU v5", "TPU v5p"),
+        6144,
+    ),
+)
+
+
+def preset_cluster(name: str, hosts: int) -> Cluster:
+    """The preset with that many hosts; raises ``ClusterError`` for an unknown name or too many hosts."""
+    found = {preset.cluster.name: preset for preset in PRESETS}
+    if name not in found:
+        near = difflib.get_close_matches(str(name).lower(), found, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ClusterError(f"no preset {name!r}: {hint}There are {', '.join(found)}; others go into Cluster.from_file")
+    preset = found[name]
+    if preset.max_hosts is not None and hosts > preset.max_hosts:
+        raise ClusterError(
+            f"preset {name!r} is one slice of at most {preset.max_hosts} hosts, not {hosts}; for several slices "
+            "describe the data center network yourself: Cluster.preset(…).replace(hosts=…, devices_per_host=…, network=…)"
+        )
+    return preset.cluster.replace(hosts=hosts)
+
+
+def local_cluster(devices: Sequence[Any] | None = None) -> Cluster:
+    """The devices of this program as a cluster; imports JAX, and starts its backend if no devices are given.
+
+    Every process is taken for one host (``process_index``), and device ids of the cluster number the devices in the
+    order given, by default ``jax.devices()`` ordered by (process, id).
+
+    * GPU and TPU devices are matched by ``device_kind`` to a preset, whose links and figures they get; memory is what
+      the backend says it may allocate, where it says so.
+    * Virtual CPU devices share the machine (``compute_shared_by``): memory is the physical memory (or the limit of
+      the control group), compute and bandwidth are measured figures per core times the cores that this process may
+      use.  Processes are taken to run on a machine each.
+
+    Raises ``ClusterError`` for no devices, mixed or unknown kinds, or hosts of unequal size.
+    """
+    import jax
+
+    if devices is None:
+        devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    if not devices:
+        raise ClusterError("no devices given; leave devices out to take all of jax.devices()")
+    kinds = Counter((str(device.platform), str(device.device_kind)) for device in devices)
+    if len(kinds) > 1:
+        raise ClusterError(f"devices of several kinds ({', '.join(kind for _, kind in kinds)}); give those of one kind")
+    processes = [device.process_index for device in devices]
+    per_host = set(Counter(processes).values())
+    if len(per_host) > 1:
+        raise ClusterError(f"processes have {sorted(per_host)} of the devices; give the same number of each process")
+    devices_per_host = per_host.pop()
+    hosts = len(devices) // devices_per_host
+    if any(len(set(processes[host * devices_per_host : (host + 1) * devices_per_host])) > 1 for host in range(hosts)):
+        raise ClusterError("the devices of different processes alternate; order them by process_index")
+    platform, kind = next(iter(kinds))
+    if platform == "cpu":
+        return _cpu_cluster(hosts, devices_per_host)
+    return _accelerator_cluster(kind, devices, hosts)
+
+
+def _accelerator_cluster(kind: str, devices: Sequence[Any], hosts: int) -> Cluster:
+    """The preset with that ``device_kind``, cut to the devices at hand."""
+    named = {name.lower(): preset for preset in PRESETS for name in preset.device_kinds}
+    preset = named.get(kind.lower())
+    if preset is None:
+        known = ", ".join(sorted(name for preset in PRESETS for name in preset.device_kinds))
+        raise ClusterError(
+            f"no figures for devices of kind {kind!r} (known: {known}); describe them in a file for Cluster.from_file, "
+            "or take the nearest preset and replace what differs"
+        )
+    own = [device for device in devices if device.process_index == devices[0].client.process_index()]
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in own]
+    known_limits = [int(limit) for limit in limits if limit]
+    return preset.cluster.replace(
+        name=f"local {preset.cluster.device.name}",
+        hosts=hosts,
+        devices_per_host=len(devices) // hosts,
+        memory_bytes=min(known_limits) if known_limits else None,
+        notes=f"devices of this program; links as in preset {preset.cluster.name}. {preset.cluster.notes}".strip(),
+    )
+
+
+def _cpu_cluster(hosts: int, devices_per_host: int) -> Cluster:
+    """Virtual devices: all devices of a host share its cores, its memory and the bandwidth of it."""
+    cores = usable_cores()
+    source = f"benchmarks/measure_local.py, figures per core × {cores} cores"
+    device = DeviceKind(
+        name="cpu",
+        platform=Platform.CPU,
+        flops_per_second={dtype: rate * cores for dtype, rate in CPU_FLOPS_PER_SECOND_PER_CORE.items()},
+        memory_bytes=machine_memory_bytes(),
+        memory_bytes_per_second=CPU_MEMORY_BYTES_PER_SECOND_PER_CORE * cores,
+        source=source,
+    )
+    local = Link(
+        CPU_COLLECTIVE_LATENCY_SECONDS, CPU_COLLECTIVE_BYTES_PER_SECOND_PER_CORE * cores, devices_per_host, source
+    )
+    network = replace(CPU_NETWORK, shared_by=devices_per_host)
+    return Cluster("local cpu", hosts, devices_per_host, device, local, network, compute_shared_by=devices_per_host)
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def machine_memory_bytes() -> int:
+    """Physical memory of this machine, or the limit that a Linux control group (a container) sets if that is less."""
+    try:
+        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError) as error:
+        raise ClusterError(
+            "this system does not tell its physical memory; describe the machine in a file for Cluster.from_file"
+        ) from error
+    limits = []
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limits.append(int(Path(path).read_text()))
+        except (OSError, ValueError):
+            continue  # no such control group, or "max"
+    return min([physical, *(limit for limit in limits if limit > 0)])

@@ -1,0 +1,1 @@
+"""How long and how many bytes: collectives, operators, memory."""

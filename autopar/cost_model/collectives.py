@@ -1,0 +1,282 @@
+"""How long does a collective take, over which links?
+
+Let ``n`` devices form a group and ``B`` be the *full bytes*: the tensor of an all-reduce, the output of an all-gather,
+the input of a reduce-scatter, the local tensor of an all-to-all, the message of a permute.  Each device sends
+
+    all-reduce               2 (n-1)/n · B        two passes around a ring (Patarasuk and Yuan, 2009)
+    all-gather, reduce-scatter (n-1)/n · B        one pass
+    all-to-all                 (n-1)/n · B        a piece to each other member, directly
+    permute                            B          to the next member of the group
+
+*wire bytes* ``W``.  All groups of one collective run at once (the groups of a mesh axis are the rows along it), so
+
+    seconds = latency + W · max over links of (load of the link / its β)
+
+where the load of a link is how many times ``W`` goes through it in one direction.  The links of a cluster are the
+local links and the network cards of each host; device ``d`` owns or shares one of each (``Link.shared_by``).
+
+*Ring.*  The members on one host are neighbours, so a group with ``m`` members on a host loads the local links of
+``m-1`` of them with 1 (all ``m`` if the whole group is there), and, if it spans hosts, the cards of that host with 1 in
+all: as NCCL does, several rings run side by side, one through each of the ``k`` cards next to its members, so that
+each card gets ``1/k``.  Eight groups that cross hosts one device each load a shared card with 8.
+
+*All-to-all.*  Of its ``W``, a member sends (m-1)/(n-1) over its local link and (n-m)/(n-1) over its card.
+
+*Permute.*  Every message takes the sender's and the receiver's own link or card; these may differ, so both directions
+are counted.
+
+*Latency.*  A ring passes on ``n-1`` times per pass: the edges of the ring but one (the cheapest), each with the α of
+its level.  An all-to-all pays the α of every other member, a permute the largest α of its messages.
+
+Groups of one device cost nothing.  Not modelled: trees, in-network reduction, the torus of TPUs, and contention
+between different collectives.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cache
+
+from autopar.cluster import Cluster, Link, Mesh
+from autopar.errors import ClusterError
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+class Collective(Enum):
+    """The kinds of collective communication (see the module docstring for the meaning of their bytes)."""
+
+    ALL_REDUCE = "all-reduce"
+    ALL_GATHER = "all-gather"
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_TO_ALL = "all-to-all"
+    PERMUTE = "permute"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCost:
+    """Price of one kind of collective over given groups: ``latency_seconds + wire_bytes · seconds_per_wire_byte``."""
+
+    latency_seconds: float
+    seconds_per_wire_byte: float
+
+
+@dataclass
+class _Traffic:
+    """Load of every link, in wire bytes per wire byte; keys are (host, number of the link on the host)."""
+
+    sent: defaultdict[tuple[int, int], float] = field(default_factory=lambda: defaultdict(float))
+    received: defaultdict[tuple[int, int], float] = field(default_factory=lambda: defaultdict(float))
+
+    def add(self, source: tuple[int, int], target: tuple[int, int], share: float = 1.0) -> None:
+        """A flow that leaves through one link and arrives through another (or the same)."""
+        self.sent[source] += share
+        self.received[target] += share
+
+    @property
+    def peak(self) -> float:
+        """The largest load in one direction (0 for no traffic)."""
+        return max(max(self.sent.values(), default=0.0), max(self.received.values(), default=0.0))
+
+
+def wire_bytes(kind: Collective, full_bytes: float, group_size: int) -> float:
+    """Bytes that each device of a group sends; ``full_bytes`` as in the module docstring.  None in a group of one.
+
+    Raises ``ClusterError`` for negative or undefined bytes, or a group size below 1.
+    """
+    if not full_bytes >= 0 or group_size < 1:
+        raise ClusterError(
+            f"{kind.value} of {full_bytes} bytes in groups of {group_size}; give 0 or more bytes and a size of 1 or more"
+        )
+    if group_size == 1:
+        return 0.0
+    if kind is Collective.PERMUTE:
+        return float(full_bytes)
+    passes = 2 if kind is Collective.ALL_REDUCE else 1
+    return passes * (group_size - 1) / group_size * full_bytes
+
+
+def collective_seconds(
+    kind: Collective, full_bytes: float, axes: tuple[str, ...], mesh: Mesh, cluster: Cluster
+) -> float:
+    """Seconds of one collective over ``axes`` of a mesh on the cluster's first ``mesh.size`` devices.
+
+    Affine in ``full_bytes`` (see the module docstring).  Over no axes, or axes of size 1, it is free.
+    Raises ``ClusterError`` for unknown axes, a mesh larger than the cluster, or negative bytes.
+    """
+    group_size, cost = _axes_cost(kind, axes, mesh, cluster)
+    return cost.latency_seconds + wire_bytes(kind, full_bytes, group_size) * cost.seconds_per_wire_byte
+
+
+def group_seconds(kind: Collective, full_bytes: float, groups: Groups, cluster: Cluster) -> float:
+    """Seconds of one collective that runs in all ``groups`` of device ids at once, for example as compiled HLO says.
+
+    The members of a permute's group send each to the next, the last to the first; for other patterns see
+    :func:`permute_seconds`.  Raises ``ClusterError`` for groups that overlap, differ in size, or leave the cluster.
+    """
+    cost = group_cost(groups, cluster, kind)
+    return cost.latency_seconds + wire_bytes(kind, full_bytes, len(groups[0])) * cost.seconds_per_wire_byte
+
+
+def permute_seconds(message_bytes: float, pairs: tuple[tuple[int, int], ...], cluster: Cluster) -> float:
+    """Seconds of messages of equal size from the first to the second of each pair of device ids, all at once.
+
+    Raises ``ClusterError`` for ids outside the cluster or negative bytes.
+    """
+    if not message_bytes >= 0:
+        raise ClusterError(f"permute of {message_bytes} bytes; give bytes of 0 or more")
+    cost = _pairs_cost(pairs, cluster)
+    return cost.latency_seconds + message_bytes * cost.seconds_per_wire_byte
+
+
+@cache
+def axes_groups(mesh: Mesh, axes: tuple[str, ...]) -> Groups:
+    """The groups of device ids that differ only along ``axes``: one group for each position on the other axes.
+
+    Their union is ``0 … mesh.size-1``; ids ascend in each group, whatever the order of ``axes``.
+    Raises ``ClusterError`` for an unknown or repeated axis.
+    """
+    if len(set(axes)) != len(axes):
+        raise ClusterError(f"axes {axes} repeat a name; name each axis once")
+    for axis in axes:
+        mesh.position(axis)
+    inner = _offsets(mesh, [axis for axis in mesh.axis_names if axis in axes])
+    outer = _offsets(mesh, [axis for axis in mesh.axis_names if axis not in axes])
+    return tuple(tuple(base + offset for offset in inner) for base in outer)
+
+
+@cache
+def group_cost(groups: Groups, cluster: Cluster, kind: Collective = Collective.ALL_REDUCE) -> GroupCost:
+    """The price of a collective of ``kind`` in all ``groups`` at once; errors as :func:`group_seconds`."""
+    _check_groups(groups, cluster)
+    if len(groups[0]) == 1:
+        return GroupCost(0.0, 0.0)
+    if kind is Collective.PERMUTE:
+        pairs = tuple(pair for group in groups for pair in zip(group, group[1:] + group[:1], strict=True))
+        return _pairs_cost(pairs, cluster)
+    local, network = _Traffic(), _Traffic()
+    latency = 0.0
+    for group in groups:
+        by_host = _by_host(group, cluster)
+        if kind is Collective.ALL_TO_ALL:
+            _add_exchange(by_host, cluster, local, network)
+            latency = max(latency, _exchange_latency(by_host, cluster))
+        else:
+            _add_ring(by_host, cluster, local, network)
+            latency = max(latency, _ring_latency(by_host, cluster))
+    passes = 2 if kind is Collective.ALL_REDUCE else 1
+    return GroupCost(passes * latency, _seconds_per_wire_byte(local, network, cluster))
+
+
+@cache
+def _axes_cost(kind: Collective, axes: tuple[str, ...], mesh: Mesh, cluster: Cluster) -> tuple[int, GroupCost]:
+    """(group size, price); a cache of its own, because hashing a mesh is far cheaper than hashing all its groups."""
+    groups = axes_groups(mesh, axes)
+    return len(groups[0]), group_cost(groups, cluster, kind)
+
+
+@cache
+def _pairs_cost(pairs: tuple[tuple[int, int], ...], cluster: Cluster) -> GroupCost:
+    """The price of a permute; a device that sends to itself sends nothing."""
+    _check_ids(itertools.chain.from_iterable(pairs), cluster)
+    local, network = _Traffic(), _Traffic()
+    latency = 0.0
+    for source, target in pairs:
+        if source == target:
+            continue
+        same_host = source // cluster.devices_per_host == target // cluster.devices_per_host
+        link, traffic = (cluster.local, local) if same_host else (cluster.network, network)
+        traffic.add(_port(source, link, cluster), _port(target, link, cluster))
+        latency = max(latency, link.latency_seconds)
+    return GroupCost(latency, _seconds_per_wire_byte(local, network, cluster))
+
+
+def _offsets(mesh: Mesh, axes: list[str]) -> list[int]:
+    """Device ids of all positions along ``axes`` (in mesh order), the other positions 0, ascending."""
+    ranges = [range(0, mesh.axis_size(axis) * mesh.stride(axis), mesh.stride(axis)) for axis in axes]
+    return [sum(position) for position in itertools.product(*ranges)]
+
+
+def _check_ids(ids: Iterable[int], cluster: Cluster) -> None:
+    for device in ids:
+        if not 0 <= device < cluster.num_devices:
+            raise ClusterError(
+                f"device {device} is not in cluster {cluster.name!r} of {cluster.num_devices} devices; use 0 to "
+                f"{cluster.num_devices - 1}, or a larger cluster"
+            )
+
+
+def _check_groups(groups: Groups, cluster: Cluster) -> None:
+    if not groups or not groups[0]:
+        raise ClusterError("a collective without groups; name the devices (in HLO, no groups mean one group of all)")
+    if len({len(group) for group in groups}) > 1:
+        raise ClusterError(f"groups of sizes {sorted({len(group) for group in groups})}; all must have the same size")
+    members = [device for group in groups for device in group]
+    if len(set(members)) != len(members):
+        raise ClusterError("a device is in two groups of one collective; groups must not overlap")
+    _check_ids(members, cluster)
+
+
+def _by_host(group: tuple[int, ...], cluster: Cluster) -> dict[int, list[int]]:
+    """Members of the group on each host."""
+    hosts: dict[int, list[int]] = {}
+    for device in group:
+        hosts.setdefault(device // cluster.devices_per_host, []).append(device)
+    return hosts
+
+
+def _port(device: int, link: Link, cluster: Cluster) -> tuple[int, int]:
+    """(host, number of the link on it) that the device sends through."""
+    host, position = divmod(device, cluster.devices_per_host)
+    return host, position // link.shared_by
+
+
+def _add_ring(by_host: dict[int, list[int]], cluster: Cluster, local: _Traffic, network: _Traffic) -> None:
+    """One pass of a ring that visits the hosts one after the other."""
+    for members in by_host.values():
+        ports = [_port(device, cluster.local, cluster) for device in members]
+        for source, target in itertools.pairwise(ports):
+            local.add(source, target)
+        if len(by_host) == 1:
+            local.add(ports[-1], ports[0])
+        else:
+            cards = {_port(device, cluster.network, cluster) for device in members}
+            for card in cards:
+                network.add(card, card, 1.0 / len(cards))
+
+
+def _ring_latency(by_host: dict[int, list[int]], cluster: Cluster) -> float:
+    """Seconds for the first byte to get around: every edge of the ring but the cheapest."""
+    crossing = len(by_host) if len(by_host) > 1 else 0
+    size = sum(len(members) for members in by_host.values())
+    edges = [cluster.local.latency_seconds] * (size - crossing) + [cluster.network.latency_seconds] * crossing
+    return sum(edges) - min(edges)
+
+
+def _add_exchange(by_host: dict[int, list[int]], cluster: Cluster, local: _Traffic, network: _Traffic) -> None:
+    """Every member sends an equal piece to every other."""
+    others = sum(len(members) for members in by_host.values()) - 1
+    for members in by_host.values():
+        inside = (len(members) - 1) / others
+        for device in members:
+            port, card = _port(device, cluster.local, cluster), _port(device, cluster.network, cluster)
+            local.add(port, port, inside)
+            network.add(card, card, 1.0 - inside)
+
+
+def _exchange_latency(by_host: dict[int, list[int]], cluster: Cluster) -> float:
+    """Seconds for a member to start a message to every other, the slowest member."""
+    size = sum(len(members) for members in by_host.values())
+    return max(
+        (len(members) - 1) * cluster.local.latency_seconds + (size - len(members)) * cluster.network.latency_seconds
+        for members in by_host.values()
+    )
+
+
+def _seconds_per_wire_byte(local: _Traffic, network: _Traffic, cluster: Cluster) -> float:
+    """The slowest link decides: both levels carry their part of the stream at once."""
+    return max(local.peak / cluster.local.bytes_per_second, network.peak / cluster.network.bytes_per_second)

@@ -1,0 +1,188 @@
+"""What does a compiled program really do, and how long would that take on a given cluster?
+
+This is the referee of the planner: it reads nothing but the optimized HLO text of an executable and answers which
+collectives it runs, how often and over whom, how many FLOPs and bytes it takes, and from these the seconds of one step
+
+    Σ over instructions  trips · max(FLOPs / F, bytes / M)   +   Σ over collectives  trips · α-β time of their groups
+
+on each device (all devices run the same program). Nothing overlaps in this sum: XLA:CPU runs collectives one after the
+other, and on GPU and TPU it is an upper bound that both sides of a comparison share.
+
+The other files of the family: ``hlo_parser`` (text to data), ``hlo_work`` (FLOPs and bytes of one instruction),
+``hlo_steps`` (what runs how often), ``hlo_collectives`` (who talks to whom).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.cluster import Cluster
+from autopar.cost_model.collectives import Collective, group_seconds, permute_seconds
+from autopar.cost_model.hlo_collectives import HloCollective, collectives, form_reduce_scatters, undo_widening
+from autopar.cost_model.hlo_parser import HloModule, numpy_dtype_name, parse_module
+from autopar.cost_model.hlo_steps import bytes_of, executed_steps, flops_of, is_collective
+from autopar.cost_model.hlo_work import FlopCounter, instruction_bytes
+from autopar.cost_model.roofline import operator_seconds
+from autopar.errors import ClusterError
+
+__all__ = [
+    "CompiledProgram",
+    "HloCollective",
+    "HloCost",
+    "HloModule",
+    "MemoryBytes",
+    "bytes_moved",
+    "collectives",
+    "flops",
+    "form_reduce_scatters",
+    "memory_bytes",
+    "parse_module",
+    "read_compiled",
+    "step_seconds",
+    "undo_widening",
+]
+
+_UNPRICED = frozenset(("send", "recv", "infeed", "outfeed"))
+
+
+@dataclass(frozen=True)
+class MemoryBytes:
+    """What the executable needs on one device, as the compiler says (``compiled.memory_analysis()``), in bytes."""
+
+    argument: int
+    output: int
+    alias: int
+    temp: int
+
+    @property
+    def total(self) -> int:
+        """Arguments and outputs, those that share memory counted once, and scratch memory."""
+        return self.argument + self.output - self.alias + self.temp
+
+
+@dataclass(frozen=True)
+class HloCost:
+    """What one step of a compiled program takes on one device of a cluster; ``notes`` say what could not be told."""
+
+    compute_seconds: float
+    communication_seconds: float
+    seconds_by_kind: Mapping[Collective, float]
+    wire_bytes_by_kind: Mapping[Collective, float]
+    flops: float
+    bytes_moved: float
+    collectives: tuple[HloCollective, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Computing and communicating one after the other."""
+        return self.compute_seconds + self.communication_seconds
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that one device sends in one step."""
+        return sum(self.wire_bytes_by_kind.values())
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """Everything that the referee knows of one executable."""
+
+    module: HloModule
+    cost: HloCost
+    memory: MemoryBytes
+
+
+def flops(module: HloModule) -> int:
+    """FLOPs of one step on one device."""
+    steps, _ = executed_steps(module)
+    return flops_of((step for step in steps if not is_collective(step.instruction)), FlopCounter(module)).total()
+
+
+def bytes_moved(module: HloModule) -> int:
+    """Bytes that one step reads and writes in the memory of one device, collectives left out."""
+    steps, _ = executed_steps(module)
+    return bytes_of((step for step in steps if not is_collective(step.instruction)), module)
+
+
+def step_seconds(module: HloModule, cluster: Cluster, found: Iterable[HloCollective] | None = None) -> HloCost:
+    """What one step takes on each device of ``cluster``, whose device d is position d of the device assignment.
+
+    ``found`` replaces the collectives of the module by those that another backend would run, for example
+    ``undo_widening(form_reduce_scatters(module))``.
+
+    Raises:
+        ClusterError: the program runs on more devices than the cluster has.
+
+    """
+    if module.num_devices > cluster.num_devices:
+        raise ClusterError(
+            f"the program {module.name} is compiled for {module.num_devices} devices, the cluster {cluster.name} has "
+            f"{cluster.num_devices}; compile for a smaller mesh or give a larger cluster"
+        )
+    steps, notes = executed_steps(module)
+    counter = FlopCounter(module)
+    compute_seconds = total_flops = total_bytes = 0.0
+    for step in steps:
+        if is_collective(step.instruction):
+            continue
+        by_dtype = counter.instruction(step.instruction, step.computation)
+        moved = instruction_bytes(step.instruction, step.computation, module)
+        work = by_dtype.total()
+        if work or moved:
+            dtype = by_dtype.most_common(1)[0][0] if by_dtype else step.instruction.shape.dtype
+            seconds = operator_seconds(work, moved, numpy_dtype_name(dtype), cluster)
+            compute_seconds += step.times * seconds
+            total_flops += step.times * work
+            total_bytes += step.times * moved
+    ran = collectives(module) if found is None else tuple(found)
+    by_kind: dict[Collective, float] = {}
+    wire: dict[Collective, float] = {}
+    for collective in ran:
+        seconds = collective.count * _seconds_once(collective, cluster)
+        by_kind[collective.kind] = by_kind.get(collective.kind, 0.0) + seconds
+        wire[collective.kind] = wire.get(collective.kind, 0.0) + collective.wire_bytes
+    unpriced = {step.instruction.opcode for step in steps} & _UNPRICED
+    notes += tuple(f"{opcode}: the time that it waits for others is not counted" for opcode in sorted(unpriced))
+    notes += tuple(f"custom call {target}: counted with 0 FLOPs" for target in sorted(counter.unknown_calls))
+    return HloCost(
+        compute_seconds,
+        sum(by_kind.values()),
+        by_kind,
+        wire,
+        total_flops,
+        total_bytes,
+        ran,
+        notes,
+    )
+
+
+def _seconds_once(collective: HloCollective, cluster: Cluster) -> float:
+    if collective.kind is Collective.PERMUTE:
+        pairs = tuple((source, target) for source, target in collective.groups)
+        return permute_seconds(collective.full_bytes, pairs, cluster)
+    by_size: dict[int, list[tuple[int, ...]]] = {}
+    for group in collective.groups:
+        by_size.setdefault(len(group), []).append(group)
+    return max(
+        group_seconds(collective.kind, collective.full_bytes, tuple(groups), cluster) for groups in by_size.values()
+    )
+
+
+def memory_bytes(compiled: Any) -> MemoryBytes:
+    """What ``compiled.memory_analysis()`` says of a ``jax.stages.Compiled``, per device."""
+    analysis = compiled.memory_analysis()
+    return MemoryBytes(
+        analysis.argument_size_in_bytes,
+        analysis.output_size_in_bytes,
+        analysis.alias_size_in_bytes,
+        analysis.temp_size_in_bytes,
+    )
+
+
+def read_compiled(compiled: Any, cluster: Cluster) -> CompiledProgram:
+    """Everything about a ``jax.stages.Compiled`` on a cluster: module, cost and memory."""
+    module = parse_module(compiled.as_text())
+    return CompiledProgram(module, step_seconds(module, cluster), memory_bytes(compiled))

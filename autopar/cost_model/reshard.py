@@ -1,0 +1,85 @@
+"""What a reshard costs: the α-β price of its moves, affine in the bytes of the array.
+
+Every move of a reshard handles a fixed share of the array, so for one class of shapes (same rank, same divisible
+dimensions) the seconds of the way from layout *a* to layout *b* are ``latency[a, b] + seconds_per_byte[a, b] · bytes``,
+with ``bytes`` the size of the whole array.  The table of both is computed once per class and mesh.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from autopar.cluster import Cluster, Mesh
+from autopar.cost_model.collectives import Collective, collective_seconds
+from autopar.plan import Layout
+from autopar.schedule.reshard import Move, MoveKind, after_move, layouts_of, moves_between, shares
+
+COLLECTIVE_OF_MOVE = {
+    MoveKind.ALL_GATHER: Collective.ALL_GATHER,
+    MoveKind.ALL_REDUCE: Collective.ALL_REDUCE,
+    MoveKind.REDUCE_SCATTER: Collective.REDUCE_SCATTER,
+    MoveKind.ALL_TO_ALL: Collective.ALL_TO_ALL,
+}
+"""The collective behind each move; slices and masks need none."""
+
+
+def collective_bytes(move: Move, layout: Layout, array_bytes: float, mesh: Mesh) -> float:
+    """Bytes that the collective of a move is about (its full tensor), for an array that lies in ``layout`` before it."""
+    local = array_bytes / shares(layout, mesh)
+    return local * mesh.axis_size(*move.axes) if move.kind is MoveKind.ALL_GATHER else local
+
+
+def move_seconds(move: Move, layout: Layout, array_bytes: float, mesh: Mesh, cluster: Cluster) -> float:
+    """Seconds of one move of an array of ``array_bytes`` (whole) that lies in ``layout`` before it."""
+    if (kind := COLLECTIVE_OF_MOVE.get(move.kind)) is None:
+        return 0.0
+    return collective_seconds(kind, collective_bytes(move, layout, array_bytes, mesh), move.axes, mesh, cluster)
+
+
+@dataclass(frozen=True)
+class ReshardTable:
+    """Prices between all layouts of one class of shapes: seconds = ``latency_seconds + seconds_per_byte · bytes``."""
+
+    index: dict[Layout, int]
+    latency_seconds: np.ndarray
+    seconds_per_byte: np.ndarray
+
+    def between(self, sources: list[Layout], targets: list[Layout], array_bytes: float) -> np.ndarray:
+        """Matrix [len(sources), len(targets)] of seconds."""
+        rows = np.array([self.index[layout] for layout in sources])[:, None]
+        columns = np.array([self.index[layout] for layout in targets])[None, :]
+        return self.latency_seconds[rows, columns] + self.seconds_per_byte[rows, columns] * array_bytes
+
+
+def reshard_table(shape: tuple[int, ...], mesh: Mesh, cluster: Cluster) -> ReshardTable:
+    """The table of the class that ``shape`` belongs to."""
+    return _table(_class_representative(shape, mesh), mesh, cluster)
+
+
+def _class_representative(shape: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
+    """The smallest shape with the same divisible dimensions: gcd of each extent with a multiple of all axis products."""
+    return tuple(int(np.gcd(extent, mesh.size)) for extent in shape)
+
+
+@cache
+def _table(shape: tuple[int, ...], mesh: Mesh, cluster: Cluster) -> ReshardTable:
+    layouts = layouts_of(shape, mesh, partial=True)
+    count = len(layouts)
+    latency = np.zeros((count, count))
+    per_byte = np.zeros((count, count))
+    prices: dict[tuple[Move, Layout], tuple[float, float]] = {}
+    for row, source in enumerate(layouts):
+        for column, target in enumerate(layouts):
+            layout = source
+            for move in moves_between(shape, source, target, mesh):
+                if (price := prices.get((move, layout))) is None:
+                    alone = move_seconds(move, layout, 0.0, mesh, cluster)
+                    large = move_seconds(move, layout, 1e9, mesh, cluster)
+                    price = prices[move, layout] = (alone, (large - alone) / 1e9)
+                latency[row, column] += price[0]
+                per_byte[row, column] += price[1]
+                layout = after_move(layout, move, mesh)
+    return ReshardTable({layout: number for number, layout in enumerate(layouts)}, latency, per_byte)

@@ -1,0 +1,19 @@
+"""The exceptions of this library: each says what was wrong, where, and what to do."""
+
+from __future__ import annotations
+
+
+class AutoparError(Exception):
+    """Base of every error that autopar raises on purpose."""
+
+
+class TraceError(AutoparError):
+    """The function or its arguments cannot be traced or understood."""
+
+
+class ClusterError(AutoparError):
+    """A cluster description is wrong, or the devices at hand do not match it."""
+
+
+class PlanError(AutoparError):
+    """No plan meets the demands, or a plan does not fit the function or the cluster."""

@@ -1,0 +1,1 @@
+"""What the program is: tracing, operators, factors, batch axes."""

@@ -1,0 +1,169 @@
+"""From a closed jaxpr to a :class:`~autopar.graph.ir.Graph`.
+
+One pass numbers values and operators over the whole tree of bodies, asks once for the rules of all equations that have
+no body, and reads from each equation its phase:
+
+    backward   its name stack holds ``transpose(…)`` (JAX writes that on every transposed equation)
+    update     it is not backward itself but depends on a value that is
+    forward    everything else
+
+An operator inside a loop or branch inherits the phase of the loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from autopar import _compat
+from autopar.graph.flops import bytes_of, flops_of
+from autopar.graph.ir import Graph, Operator, Phase, Rule, Source, Value
+from autopar.graph.rules import rules_for
+
+LINEAR_IN_ALL_OPERANDS = frozenset({"add", "add_any", "sub"})
+LINEAR_IN_THE_OPERAND = frozenset({"neg", "transpose", "reshape", "broadcast_in_dim", "reduce_sum", "copy", "squeeze"})
+LINEAR_WITH_A_LITERAL = frozenset({"mul", "div"})
+
+
+class LoopKind(StrEnum):
+    """The primitives whose bodies stay bodies, and how to read them from an equation."""
+
+    SCAN = "scan"
+    WHILE = "while"
+    COND = "cond"
+
+
+def build_graph(closed_jaxpr: Any, *, platform: str) -> Graph:
+    """The graph of an inlined closed jaxpr, with factors as the lowering for ``platform`` (``"cpu"``, …) shows them."""
+    plain = [equation for equation in _all_equations(closed_jaxpr) if not bodies_of(equation)]
+    rules = {id(equation): rule for equation, rule in zip(plain, rules_for(plain, platform), strict=True)}
+    return _Builder(rules).graph(closed_jaxpr, trips=1, phase=None)
+
+
+def bodies_of(equation: Any) -> tuple[tuple[Any, int], ...]:
+    """The closed jaxprs that an equation runs, each with its number of trips; empty for an ordinary operator."""
+    params = equation.params
+    match equation.primitive.name:
+        case LoopKind.SCAN:
+            return ((params["jaxpr"], params["length"]),)
+        case LoopKind.WHILE:
+            return (params["cond_jaxpr"], 1), (params["body_jaxpr"], 1)
+        case LoopKind.COND:
+            return tuple((branch, 1) for branch in params["branches"])
+    return ()
+
+
+def _all_equations(closed_jaxpr: Any) -> Iterator[Any]:
+    for equation in _compat.jaxpr_of(closed_jaxpr).eqns:
+        yield equation
+        for body, _ in bodies_of(equation):
+            yield from _all_equations(body)
+
+
+class _Builder:
+    """Owns the counters that make ids unique over the tree."""
+
+    def __init__(self, rules: dict[int, Rule]) -> None:
+        self._rules = rules
+        self._value_ids = itertools.count()
+        self._operator_ids = itertools.count()
+
+    def graph(self, closed_jaxpr: Any, *, trips: int, phase: Phase | None) -> Graph:
+        jaxpr = _compat.jaxpr_of(closed_jaxpr)
+        ids: dict[Any, int] = {}
+        values: dict[int, Value] = {}
+
+        def number(variable: Any) -> int:
+            if (known := ids.get(variable)) is not None:
+                return known
+            ids[variable] = identity = next(self._value_ids)
+            values[identity] = _value(identity, variable.aval)
+            return identity
+
+        constants = tuple(number(variable) for variable in jaxpr.constvars)
+        inputs = tuple(number(variable) for variable in jaxpr.invars)
+        operators = []
+        after_backward: set[int] = set()
+        for equation in jaxpr.eqns:
+            operands = tuple(None if isinstance(atom, _compat.Literal) else ids[atom] for atom in equation.invars)
+            results = tuple(number(variable) for variable in equation.outvars)
+            own_phase = phase or _phase(equation, operands, after_backward)
+            if own_phase is not Phase.FORWARD:
+                after_backward.update(results)
+            operators.append(self._operator(equation, operands, results, own_phase, values))
+        outputs = tuple(None if isinstance(atom, _compat.Literal) else ids[atom] for atom in jaxpr.outvars)
+        return Graph(values, tuple(operators), inputs, outputs, constants, closed_jaxpr, trips)
+
+    def _operator(
+        self,
+        equation: Any,
+        operands: tuple[int | None, ...],
+        results: tuple[int, ...],
+        phase: Phase,
+        values: dict[int, Value],
+    ) -> Operator:
+        file, line = _compat.user_source(equation)
+        bodies = tuple(self.graph(body, trips=trips, phase=phase) for body, trips in bodies_of(equation))
+        return Operator(
+            id=next(self._operator_ids),
+            primitive=equation.primitive.name,
+            equation=equation,
+            operands=operands,
+            results=results,
+            rule=self._rules.get(id(equation), _opaque(operands, results, values)) if not bodies else Rule((), (), ()),
+            flops=0.0 if bodies else flops_of(equation),
+            bytes_moved=0.0 if bodies else bytes_of(equation),
+            phase=phase,
+            source=Source(file, line, _compat.name_stack_text(equation)),
+            linear=_is_linear(equation),
+            bodies=bodies,
+        )
+
+
+def _opaque(operands: tuple[int | None, ...], results: tuple[int, ...], values: dict[int, Value]) -> Rule:
+    """A rule that cuts nothing."""
+
+    def uncut(identity: int | None) -> tuple[tuple[int, ...], ...]:
+        return () if identity is None else ((),) * len(values[identity].shape)
+
+    return Rule((), tuple(map(uncut, operands)), tuple(map(uncut, results)), known=False)
+
+
+def _value(identity: int, aval: Any) -> Value:
+    shape = tuple(getattr(aval, "shape", ()))
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None:
+        return Value(identity, (), "token", 0)
+    itemsize = getattr(dtype, "itemsize", 0) if not isinstance(dtype, np.dtype) else dtype.itemsize
+    return Value(identity, shape, str(dtype), int(itemsize))
+
+
+def _phase(equation: Any, operands: tuple[int | None, ...], after_backward: set[int]) -> Phase:
+    if "transpose(" in _compat.name_stack_text(equation):
+        return Phase.BACKWARD
+    if any(operand in after_backward for operand in operands if operand is not None):
+        return Phase.UPDATE
+    return Phase.FORWARD
+
+
+def _is_linear(equation: Any) -> bool:
+    name = equation.primitive.name
+    if len(equation.outvars) != 1 or not np.issubdtype(_dtype(equation.outvars[0]), np.inexact):
+        return False
+    literals = [isinstance(atom, _compat.Literal) for atom in equation.invars]
+    if name in LINEAR_IN_ALL_OPERANDS:
+        return not any(literals)
+    if name in LINEAR_WITH_A_LITERAL:
+        return literals == [False, True] or (name == "mul" and literals == [True, False])
+    if name == "convert_element_type":
+        return not literals[0] and np.issubdtype(_dtype(equation.invars[0]), np.inexact)
+    return name in LINEAR_IN_THE_OPERAND and not literals[0]
+
+
+def _dtype(variable: Any) -> Any:
+    dtype = getattr(variable.aval, "dtype", np.dtype(bool))
+    return dtype if isinstance(dtype, np.dtype) else np.dtype(bool)

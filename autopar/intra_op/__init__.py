@@ -1,0 +1,1 @@
+"""How to shard one stage on one mesh: an integer linear program."""

@@ -1,0 +1,210 @@
+"""What each node may choose on one mesh, and what every choice costs.
+
+* A value node chooses a layout (every axis cuts one dimension that divides, or none, or – where the problem allows
+  it – stays partial).
+* An operator node chooses a strategy: each axis cuts one factor that divides and is major in every dimension that
+  carries it, or none; an operator that is linear in partial operands may also take the axis as *passing*.
+
+Costs in seconds a step.  Compute by roofline on one device's share (an axis that cuts nothing saves nothing:
+replicated work is paid in full), reductions by max and min and those of scalars at once, reshards on the edges.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from autopar.cluster import Cluster, Mesh
+from autopar.cost_model.collectives import Collective, collective_seconds
+from autopar.cost_model.reshard import reshard_table
+from autopar.cost_model.roofline import operator_seconds
+from autopar.errors import PlanError
+from autopar.graph.ir import FactorKind, Rule
+from autopar.intra_op.alike import ClassEdge, Quotient
+from autopar.intra_op.problem import End, OperatorNode, Port, Problem, ValueNode
+from autopar.plan import Axes, Layout, Strategy
+from autopar.schedule.reshard import layouts_of, local_shape, replicated, shares
+
+TIE_BREAK_SECONDS_PER_BYTE = 1e-18
+"""Of two choices of equal price the one that holds fewer bytes on a device wins."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Options and prices of every class of a quotient on one mesh."""
+
+    mesh: Mesh
+    options: list[list[Layout] | list[Strategy]]
+    node_seconds: list[np.ndarray]
+    edge_seconds: dict[tuple[int, int], np.ndarray]
+    """(class, class) with the first smaller → matrix of seconds; edges inside a class are in ``node_seconds``."""
+
+
+def choices_on(
+    problem: Problem, quotient: Quotient, mesh: Mesh, cluster: Cluster, allowed: Mapping[int, frozenset[Layout]]
+) -> Choices:
+    """All options and prices; ``allowed`` restricts the layouts of value nodes (by node index).
+
+    Raises :class:`~autopar.errors.PlanError` when a restriction leaves a node nothing.
+    """
+    options: list[list[Layout] | list[Strategy]] = []
+    seconds: list[np.ndarray] = []
+    for members in quotient.members:
+        node = problem.nodes[members[0]]
+        if isinstance(node, ValueNode):
+            layouts = _value_options(node, mesh, allowed.get(members[0]))
+            options.append(layouts)
+            seconds.append(_value_seconds(node, layouts, mesh, cluster) * len(members))
+        else:
+            strategies = strategies_of(node, mesh)
+            options.append(strategies)
+            seconds.append(_strategy_seconds(node, strategies, mesh, cluster) * len(members))
+    choices = Choices(mesh, options, seconds, {})
+    for edge, weight in quotient.edges.items():
+        _add_edge(problem, quotient, choices, edge, weight, cluster)
+    return choices
+
+
+def _value_options(node: ValueNode, mesh: Mesh, allowed: frozenset[Layout] | None) -> list[Layout]:
+    if node.is_constant:
+        return [replicated(len(node.shape))]
+    layouts = layouts_of(node.shape, mesh, partial=node.may_be_partial)
+    if allowed is None:
+        return list(layouts)
+    kept = [layout for layout in layouts if layout in allowed]
+    if not kept:
+        raise PlanError(f"no layout of an array of shape {node.shape} on the mesh {mesh} meets what is demanded of it")
+    return kept
+
+
+def _value_seconds(node: ValueNode, layouts: list[Layout], mesh: Mesh, cluster: Cluster) -> np.ndarray:
+    whole = sum(
+        count * operator_seconds(flops, traffic, dtype, cluster) for (flops, traffic, dtype), count in node.work.items()
+    )
+    held = TIE_BREAK_SECONDS_PER_BYTE * node.itemsize_bytes * float(np.prod(node.shape))
+    return np.array([(whole + held) / shares(layout, mesh) for layout in layouts])
+
+
+def strategies_of(node: OperatorNode, mesh: Mesh) -> list[Strategy]:
+    """Every legal strategy of an operator; the one that cuts nothing comes first."""
+    rule = node.operator.rule
+    return list(_strategies(rule, mesh, node.may_pass_partial))
+
+
+@cache
+def _strategies(rule: Rule, mesh: Mesh, may_pass: bool) -> tuple[Strategy, ...]:
+    usable = cuttable_factors(rule)
+    places = [-1, *usable] + ([-2] if may_pass else [])
+    found = []
+    for choice in itertools.product(places, repeat=len(mesh.axis_names)):
+        factors = tuple(
+            tuple(name for name, place in zip(mesh.axis_names, choice, strict=True) if place == factor)
+            for factor in range(len(rule.factors))
+        )
+        if all(
+            rule.factors[number].size % mesh.axis_size(*axes) == 0 for number, axes in enumerate(factors) if axes
+        ):
+            passing = tuple(name for name, place in zip(mesh.axis_names, choice, strict=True) if place == -2)
+            found.append(Strategy(factors, passing))
+    return tuple(found)
+
+
+def cuttable_factors(rule: Rule) -> list[int]:
+    """Factors that may be cut: not blocked, and major in every dimension that carries them."""
+    minor = {
+        factor
+        for mapping in (*rule.operands, *rule.results)
+        for factors in mapping
+        for factor in factors[1:]
+    }
+    return [
+        number
+        for number, factor in enumerate(rule.factors)
+        if factor.kind is not FactorKind.BLOCKED and factor.size > 1 and number not in minor
+    ]
+
+
+def _strategy_seconds(node: OperatorNode, strategies: list[Strategy], mesh: Mesh, cluster: Cluster) -> np.ndarray:
+    operator = node.operator
+    rule = operator.rule
+    dtype = _result_dtype(node)
+    seconds = np.zeros(len(strategies))
+    for number, strategy in enumerate(strategies):
+        pieces = mesh.axis_size(*(axis for axes in strategy.factors for axis in axes))
+        traffic = 0.0
+        for k in node.reads:
+            shape = node.operand_shapes[k]
+            assert shape is not None
+            layout = strategy.operand(rule, k, mesh)
+            traffic += node.operand_itemsizes[k] * float(np.prod(local_shape(shape, layout, mesh)))
+        for k in node.writes:
+            layout = strategy.result(rule, k, mesh)
+            traffic += node.result_itemsizes[k] * float(np.prod(local_shape(node.result_shapes[k], layout, mesh)))
+        # Slices, gathers and scatters touch less than the arrays they are given.
+        traffic = min(traffic, operator.bytes_moved / pieces) if traffic else 0.0
+        seconds[number] = operator_seconds(operator.flops / pieces, traffic, dtype, cluster)
+        seconds[number] += _immediate_seconds(node, strategy, mesh, cluster)
+    return seconds * node.trips
+
+
+def _immediate_seconds(node: OperatorNode, strategy: Strategy, mesh: Mesh, cluster: Cluster) -> float:
+    """Reductions that cannot wait: by max and min, and the sums behind scalars that no node stands for."""
+    rule = node.operator.rule
+    extreme = tuple(
+        axis
+        for number, factor in enumerate(rule.factors)
+        if factor.kind in (FactorKind.MAX, FactorKind.MIN)
+        for axis in strategy.factors[number]
+    )
+    total = 0.0
+    for k, shape in enumerate(node.result_shapes):
+        layout = strategy.result(rule, k, mesh)
+        local_bytes = node.result_itemsizes[k] * float(np.prod(local_shape(shape, layout, mesh)))
+        axes = extreme + (layout.partial if k in node.free_results else ())
+        if axes:
+            ordered = tuple(name for name in mesh.axis_names if name in axes)
+            total += collective_seconds(Collective.ALL_REDUCE, local_bytes, ordered, mesh, cluster)
+    return total
+
+
+def _result_dtype(node: OperatorNode) -> str:
+    variables = node.operator.equation.outvars
+    return str(getattr(variables[0].aval, "dtype", "float32")) if variables else "float32"
+
+
+def _add_edge(
+    problem: Problem, quotient: Quotient, choices: Choices, edge: ClassEdge, weight: int, cluster: Cluster
+) -> None:
+    sources = _layouts_at(problem, quotient, choices, edge.source)
+    targets = _layouts_at(problem, quotient, choices, edge.target)
+    table = reshard_table(edge.shape, choices.mesh, cluster)
+    array_bytes = float(np.prod(edge.shape)) * edge.itemsize_bytes
+    matrix = table.between(sources, targets, array_bytes) * weight
+    a, b = edge.source.node, edge.target.node
+    if a == b:
+        choices.node_seconds[a] = choices.node_seconds[a] + np.diagonal(matrix)
+        return
+    key = (min(a, b), max(a, b))
+    matrix = matrix if a < b else matrix.T
+    choices.edge_seconds[key] = choices.edge_seconds.get(key, 0.0) + matrix
+
+
+def _layouts_at(problem: Problem, quotient: Quotient, choices: Choices, end: End) -> list[Layout]:
+    """The layout that each option of a class yields or wants at an end of an edge."""
+    node = problem.nodes[quotient.members[end.node][0]]
+    options = choices.options[end.node]
+    layouts: list[Layout] = []
+    for option in options:
+        if isinstance(option, Layout):
+            layouts.append(Layout(((), *option.dims), option.partial) if end.port is Port.STACKED else option)
+        else:
+            assert isinstance(node, OperatorNode)
+            rule = node.operator.rule
+            read = option.operand if end.port is Port.OPERAND else option.result
+            layouts.append(read(rule, end.position, choices.mesh))
+    return layouts
+

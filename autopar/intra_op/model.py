@@ -1,0 +1,71 @@
+"""The optimisation problem in its bare form, without a word about arrays.
+
+Nodes i ∈ V each take one option from Oᵢ.  With node costs cᵢ(a), edge costs cᵢⱼ(a, b), and memory rows m (each a moment
+of the step, with bytes uᵢᵐ(a) that a node holds at that moment and a budget Uᵐ):
+
+    minimise    Σᵢ cᵢ(xᵢ) + Σᵢⱼ cᵢⱼ(xᵢ, xⱼ)
+    subject to  Σᵢ uᵢᵐ(xᵢ) + Σᵢⱼ uᵢⱼᵐ(xᵢ, xⱼ) ≤ Uᵐ    for every m
+
+Forbidden pairs cost ∞.  Without memory rows this is MAP inference in a pairwise graphical model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """Bytes held at one moment: ``nodes[i][a]`` by option, ``edges[i, j][a, b]`` by pair, at most ``budget`` bytes."""
+
+    nodes: dict[int, np.ndarray]
+    edges: dict[Pair, np.ndarray]
+    budget: float
+
+    def used(self, solution: Sequence[int]) -> float:
+        """Bytes that a solution holds at this moment."""
+        total = sum(float(bytes_of[solution[i]]) for i, bytes_of in self.nodes.items())
+        return total + sum(float(matrix[solution[i], solution[j]]) for (i, j), matrix in self.edges.items())
+
+
+@dataclass(frozen=True)
+class Model:
+    """``nodes[i]`` is the vector cᵢ, ``edges[i, j]`` (i < j) the matrix cᵢⱼ."""
+
+    nodes: list[np.ndarray]
+    edges: dict[Pair, np.ndarray]
+    memory: list[MemoryRow] = field(default_factory=list)
+
+    def cost(self, solution: Sequence[int]) -> float:
+        """The objective of a complete solution."""
+        total = sum(float(costs[solution[i]]) for i, costs in enumerate(self.nodes))
+        return total + sum(float(matrix[solution[i], solution[j]]) for (i, j), matrix in self.edges.items())
+
+    def fits(self, solution: Sequence[int]) -> bool:
+        """Whether every memory row is kept."""
+        return all(row.used(solution) <= row.budget * (1 + 1e-9) for row in self.memory)
+
+    @property
+    def num_variables(self) -> int:
+        """Variables of the integer program: one per option and one per allowed pair."""
+        pairs = sum(int(np.isfinite(matrix).sum()) for matrix in self.edges.values())
+        return sum(len(costs) for costs in self.nodes) + pairs
+
+
+@dataclass(frozen=True)
+class Solution:
+    """One option per node, its cost, and a proven lower bound on any solution's cost."""
+
+    options: tuple[int, ...]
+    cost: float
+    bound: float
+
+    @property
+    def gap(self) -> float:
+        """Relative distance between cost and bound; 0 for a proven optimum."""
+        return max(0.0, (self.cost - self.bound) / max(abs(self.cost), 1e-30))

@@ -1,0 +1,431 @@
+"""What there is to choose, before any mesh is known: nodes, edges, and which of them are alike.
+
+A node is either a set of values that must share one layout, or one operator whose strategy is to be chosen.
+
+*Values.*  Two values share a node when an operator maps both identically, dimension by dimension (elementwise work).
+Inputs of the program or of a loop body, and values that may stay partial, keep nodes of their own, so a parameter can
+lie otherwise than its gradient and its optimizer state: that is where ZeRO comes from.  An input that returns as state
+shares its node with the output (one sharding for both).  A value with several consumers that are not elementwise gets
+a *copy* node between itself and them: one gather serves them all.
+
+*Partial sums.*  A value may stay partial when a chain of linear operators leads from a sum to an addition of two such
+sums (gradients of a tied embedding; the input gradients of the query, key and value projections): reducing after the
+addition halves the bytes.
+
+*Edges* join a node that produces an array with one that needs it; the edge's price is the reshard between the layout
+that the one yields and the layout that the other wants.  The :class:`Port` says how to read a layout off a node's choice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from enum import Enum
+
+from autopar import _compat
+from autopar.graph.build import LoopKind
+from autopar.graph.fusion import Fusion, fuse
+from autopar.graph.ir import FactorKind, Graph, Operator, Phase, Value
+
+COPY_WORTH_BYTES = 1 << 12
+"""Below this size a second gather is cheaper than a node."""
+
+
+class Port(Enum):
+    """How an edge reads a layout off the choice of the node at its end."""
+
+    VALUE = "value"
+    STACKED = "stacked"  # the node is a slice of the array: the array's leading dimension is whole
+    OPERAND = "operand"
+    RESULT = "result"
+
+
+@dataclass(frozen=True)
+class End:
+    """One end of an edge: the node, and what is read there (``position`` of the operand or result)."""
+
+    node: int
+    port: Port = Port.VALUE
+    position: int = 0
+
+
+@dataclass(frozen=True)
+class Edge:
+    """An array of ``shape`` goes from ``source`` to ``target``, ``weight`` times a step."""
+
+    source: End
+    target: End
+    shape: tuple[int, ...]
+    itemsize_bytes: int
+    weight: int
+
+
+@dataclass
+class ValueNode:
+    """Values that share a layout. ``work`` counts elementwise kernels: (flops, bytes, dtype) → how often."""
+
+    shape: tuple[int, ...]
+    itemsize_bytes: int
+    may_be_partial: bool = False
+    is_input: bool = False
+    is_constant: bool = False
+    members: list[int] = field(default_factory=list)
+    work: Counter[tuple[float, float, str]] = field(default_factory=Counter)
+
+
+@dataclass
+class OperatorNode:
+    """An operator whose strategy is chosen; ``reads``/``writes`` are the positions that touch memory."""
+
+    operator: Operator
+    trips: int
+    operand_shapes: tuple[tuple[int, ...] | None, ...]
+    result_shapes: tuple[tuple[int, ...], ...]
+    operand_itemsizes: tuple[int, ...]
+    result_itemsizes: tuple[int, ...]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    may_pass_partial: bool
+    free_results: tuple[int, ...]
+    """Positions of scalar results: no node stands for them, a partial one is reduced at once."""
+
+
+@dataclass
+class Problem:
+    """All nodes and edges, and how to read a plan off a choice for each node."""
+
+    nodes: list[ValueNode | OperatorNode]
+    edges: list[Edge]
+    node_of_value: dict[int, int]
+    node_of_operator: dict[int, int]
+    copy_of_value: dict[int, int]
+    followers: dict[int, int]
+    """Elementwise operator id → the value node whose layout it follows."""
+    fusion: Fusion
+
+
+def is_elementwise(operator: Operator, values: dict[int, Value]) -> bool:
+    """Whether every ranked operand and result is mapped identically, dimension by dimension, with nothing blocked."""
+    rule = operator.rule
+    if operator.bodies or not rule.known or any(f.kind is not FactorKind.PARALLEL for f in rule.factors):
+        return False
+    shape = values[operator.results[0]].shape if operator.results else ()
+    pattern = rule.results[0] if rule.results else ()
+    if any(extent > 1 and len(factors) != 1 for extent, factors in zip(shape, pattern, strict=True)):
+        return False
+    if any(values[r].shape != shape for r in operator.results) or any(p != pattern for p in rule.results):
+        return False
+    for operand, mapping in zip(operator.operands, rule.operands, strict=True):
+        if operand is None or not values[operand].shape:
+            continue
+        if values[operand].shape != shape or mapping != pattern:
+            return False
+    return bool(operator.results)
+
+
+def linear_values(graph: Graph) -> set[int]:
+    """Values that lie between a sum and an addition of two sums, by linear operators only (this level of the tree)."""
+    producer = {result: operator for operator in graph.operators for result in operator.results}
+    sums: set[int] = set()
+    for operator in graph.operators:
+        if any(factor.kind.leaves_sum for factor in operator.rule.factors):
+            sums.update(operator.results)
+        elif operator.linear and all(operand in sums for operand in operator.operands if operand is not None):
+            sums.update(operator.results)
+    found: set[int] = set()
+    for operator in graph.operators:
+        ranked = [operand for operand in operator.operands if operand is not None]
+        if operator.linear and len(ranked) > 1 and operator.results[0] in sums:
+            stack = [*ranked, *operator.results]
+            while stack:
+                value = stack.pop()
+                if value in found or value not in sums:
+                    continue
+                found.add(value)
+                if producer[value].linear:
+                    stack.extend(operand for operand in producer[value].operands if operand is not None)
+    return found
+
+
+def state_problem(graph: Graph, state_pairs: tuple[tuple[int, int], ...]) -> Problem:
+    """Nodes and edges of a program; ``state_pairs`` are (input position, output position) that keep one sharding."""
+    builder = _ProblemBuilder(graph)
+    builder.add_level(graph, trips=1)
+    builder.add_outputs(graph, dict((output, source) for source, output in state_pairs))
+    return builder.finish()
+
+
+class _ProblemBuilder:
+    """Owns the growing lists; values are merged by union–find, so nodes are numbered at the end."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._fusion = fuse(graph)
+        self._values = {value.id: value for value in graph.all_values()}
+        self._parent: dict[int, int] = {}
+        self._partial: set[int] = set()
+        self._inputs: set[int] = set(graph.inputs)
+        self._constants: set[int] = set()
+        self._followers: list[tuple[Operator, int]] = []
+        self._operators: list[tuple[Operator, int]] = []
+        # (value, target value or operator position, phase, trips): needs of arrays, resolved in finish().
+        self._needs: dict[int, list[_Need]] = defaultdict(list)
+        self._extra: list[tuple[int, Port, int, Port, int, int]] = []
+
+    def find(self, value: int) -> int:
+        root = value
+        while (parent := self._parent.get(root, root)) != root:
+            root = parent
+        while self._parent.get(value, value) != root:
+            self._parent[value], value = root, self._parent[value]
+        return root
+
+    def union(self, a: int, b: int) -> None:
+        a, b = self.find(a), self.find(b)
+        if a != b:
+            self._parent[max(a, b)] = min(a, b)
+
+    def add_level(self, graph: Graph, *, trips: int) -> None:
+        linear = linear_values(graph)
+        self._partial |= linear
+        alone = {*graph.inputs, *graph.constants, *linear}
+        self._constants.update(graph.constants)
+        for operator in graph.operators:
+            if operator.bodies:
+                self._add_loop(operator, trips)
+            elif is_elementwise(operator, self._values) and not (operator.linear and operator.results[0] in linear):
+                self._follow(operator, alone, trips)
+            else:
+                self._operators.append((operator, trips))
+                for position, operand in enumerate(operator.operands):
+                    if operand is not None:
+                        self._needs[operand].append(_Need(operator.phase, trips, operator=operator.id, position=position))
+
+    def _follow(self, operator: Operator, alone: set[int], trips: int) -> None:
+        """An elementwise operator: its results share one node, and so do the operands that are free to."""
+        first = operator.results[0]
+        for result in operator.results[1:]:
+            self.union(first, result)
+        for operand in dict.fromkeys(operator.operands):
+            if operand is None or not self._values[operand].shape:
+                continue
+            if operand in alone:
+                self._needs[operand].append(_Need(operator.phase, trips, value=first))
+            else:
+                self.union(first, operand)
+        self._followers.append((operator, trips))
+
+    def _add_loop(self, operator: Operator, trips: int) -> None:
+        for body in operator.bodies:
+            self._inputs.update(body.inputs)
+            self.add_level(body, trips=trips * body.trips)
+        for link in loop_links(operator):
+            inner_trips = trips * operator.bodies[link.body].trips if link.inside else trips
+            self._extra.append(
+                (link.source, link.source_port, link.target, link.target_port, inner_trips, link.shape_of)
+            )
+        if operator.primitive == LoopKind.COND:
+            for inputs in zip(*(body.inputs for body in operator.bodies), strict=True):
+                for other in inputs[1:]:
+                    self.union(inputs[0], other)
+
+    def add_outputs(self, graph: Graph, source_of_output: dict[int, int]) -> None:
+        """State returns to the layout it came in; other outputs must not stay partial."""
+        for position, value in enumerate(graph.outputs):
+            if value is None:
+                continue
+            if position in source_of_output:
+                home = graph.inputs[source_of_output[position]]
+                if home != value:
+                    self._extra.append((value, Port.VALUE, home, Port.VALUE, 1, value))
+            else:
+                self._partial.discard(value)
+
+    def finish(self) -> Problem:
+        nodes: list[ValueNode | OperatorNode] = []
+        of_root: dict[int, int] = {}
+        node_of_value: dict[int, int] = {}
+        for value in self._values.values():
+            if (not value.shape and value.id not in self._partial) or 0 in value.shape:
+                continue
+            root = self.find(value.id)
+            if root not in of_root:
+                of_root[root] = len(nodes)
+                nodes.append(ValueNode(value.shape, value.itemsize_bytes))
+            node = nodes[of_root[root]]
+            assert isinstance(node, ValueNode)
+            node.members.append(value.id)
+            node.may_be_partial |= value.id in self._partial
+            node.is_input |= value.id in self._inputs
+            node.is_constant |= value.id in self._constants
+            node_of_value[value.id] = of_root[root]
+        followers = self._count_work(nodes, node_of_value)
+        node_of_operator = {}
+        for operator, trips in self._operators:
+            node_of_operator[operator.id] = len(nodes)
+            nodes.append(self._operator_node(operator, trips))
+        edges, copies = self._edges(nodes, node_of_value, node_of_operator)
+        return Problem(nodes, edges, node_of_value, node_of_operator, copies, followers, self._fusion)
+
+    def _count_work(self, nodes: list[ValueNode | OperatorNode], node_of_value: dict[int, int]) -> dict[int, int]:
+        followers = {}
+        for operator, trips in self._followers:
+            if (index := node_of_value.get(operator.results[0])) is None:
+                continue
+            followers[operator.id] = index
+            node = nodes[index]
+            assert isinstance(node, ValueNode)
+            touched = [operator.operands[k] for k in self._fusion.reads[operator.id]]
+            touched += [operator.results[k] for k in self._fusion.writes(operator)]
+            traffic = float(sum(self._values[value].size_bytes for value in touched if value is not None))
+            node.work[operator.flops, traffic, self._values[operator.results[0]].dtype] += trips
+        return followers
+
+    def _operator_node(self, operator: Operator, trips: int) -> OperatorNode:
+        operands = [None if operand is None else self._values[operand] for operand in operator.operands]
+        results = [self._values[result] for result in operator.results]
+        ranked = [operand for operand in operator.operands if operand is not None]
+        return OperatorNode(
+            operator=operator,
+            trips=trips,
+            operand_shapes=tuple(None if value is None else value.shape for value in operands),
+            result_shapes=tuple(value.shape for value in results),
+            operand_itemsizes=tuple(0 if value is None else value.itemsize_bytes for value in operands),
+            result_itemsizes=tuple(value.itemsize_bytes for value in results),
+            reads=self._fusion.reads[operator.id],
+            writes=self._fusion.writes(operator),
+            may_pass_partial=operator.linear
+            and all(operand in self._partial for operand in ranked)
+            and operator.results[0] in self._partial,
+            free_results=tuple(k for k, v in enumerate(results) if not v.shape and v.id not in self._partial),
+        )
+
+    def _edges(
+        self,
+        nodes: list[ValueNode | OperatorNode],
+        node_of_value: dict[int, int],
+        node_of_operator: dict[int, int],
+    ) -> tuple[list[Edge], dict[int, int]]:
+        edges: list[Edge] = []
+        copies: dict[int, int] = {}
+
+        def connect(source: End, target: End, value: int, weight: int) -> None:
+            if source.node != target.node:
+                array = self._values[value]
+                edges.append(Edge(source, target, array.shape, array.itemsize_bytes, weight))
+
+        for value, needs in self._needs.items():
+            if value not in node_of_value:
+                continue
+            home = node_of_value[value]
+            targets: dict[End, tuple[int, bool]] = {}
+            for need in needs:
+                through_copy = not (need.phase is Phase.UPDATE and value in self._inputs)
+                end = need.end(node_of_value, node_of_operator)
+                if end is not None and end.node != home:
+                    targets.setdefault(end, (need.trips, through_copy and not self._passes_partial(value, end, nodes)))
+            shared = [end for end, (_, through_copy) in targets.items() if through_copy]
+            array = self._values[value]
+            middle = home
+            if len(shared) > 1 and array.size_bytes >= COPY_WORTH_BYTES:
+                middle = copies[value] = len(nodes)
+                nodes.append(ValueNode(array.shape, array.itemsize_bytes))
+                connect(End(home), End(middle), value, targets[shared[0]][0])
+            for end, (trips, through_copy) in targets.items():
+                connect(End(middle if through_copy else home), end, value, trips)
+        for operator, trips in self._operators:
+            for position, result in enumerate(operator.results):
+                if result in node_of_value:
+                    source = End(node_of_operator[operator.id], Port.RESULT, position)
+                    connect(source, End(node_of_value[result]), result, trips)
+        for source_value, source_port, target_value, target_port, trips, shape_of in self._extra:
+            if source_value in node_of_value and target_value in node_of_value:
+                source = End(node_of_value[source_value], source_port)
+                connect(source, End(node_of_value[target_value], target_port), shape_of, trips)
+        return edges, copies
+
+    def _passes_partial(self, value: int, end: End, nodes: list[ValueNode | OperatorNode]) -> bool:
+        """Whether the consumer could take summands, which a copy could not give it."""
+        node = nodes[end.node]
+        if value not in self._partial:
+            return False
+        return node.may_be_partial if isinstance(node, ValueNode) else node.may_pass_partial
+
+
+@dataclass(frozen=True)
+class _Need:
+    """Somebody needs a value: an operator at a position, or the elementwise node of another value."""
+
+    phase: Phase
+    trips: int
+    operator: int = -1
+    position: int = 0
+    value: int = -1
+
+    def end(self, node_of_value: dict[int, int], node_of_operator: dict[int, int]) -> End | None:
+        if self.operator >= 0:
+            return End(node_of_operator[self.operator], Port.OPERAND, self.position)
+        index = node_of_value.get(self.value)
+        return None if index is None else End(index)
+
+
+@dataclass(frozen=True)
+class LoopLink:
+    """An array crosses the border of a loop or branch body (``inside``: once per trip, from body to body)."""
+
+    source: int
+    source_port: Port
+    target: int
+    target_port: Port
+    shape_of: int
+    body: int = 0
+    inside: bool = False
+
+
+def loop_links(operator: Operator) -> list[LoopLink]:
+    """Which value becomes which at the borders of an operator's bodies (JAX's calling conventions of its loops)."""
+    params = operator.equation.params
+    links: list[LoopLink] = []
+
+    def into(operand: int | None, target: int, port: Port = Port.VALUE) -> None:
+        if operand is not None:
+            links.append(LoopLink(operand, Port.VALUE, target, port, operand))
+
+    match operator.primitive:
+        case LoopKind.SCAN:
+            (body,) = operator.bodies
+            consts, carries = _compat.scan_arity(params)
+            for position, (operand, inner) in enumerate(zip(operator.operands, body.inputs, strict=True)):
+                into(operand, inner, Port.VALUE if position < consts + carries else Port.STACKED)
+            for position, (inner_out, result) in enumerate(zip(body.outputs, operator.results, strict=True)):
+                if position < carries:
+                    carry = body.inputs[consts + position]
+                    if inner_out is not None:
+                        links.append(LoopLink(inner_out, Port.VALUE, carry, Port.VALUE, carry, 0, inside=True))
+                    links.append(LoopLink(carry, Port.VALUE, result, Port.VALUE, result))
+                elif inner_out is not None:
+                    links.append(LoopLink(inner_out, Port.STACKED, result, Port.VALUE, result))
+        case LoopKind.WHILE:
+            condition, body = operator.bodies
+            split, consts = params["cond_nconsts"], params["body_nconsts"]
+            init = operator.operands[split + consts :]
+            carries_in = body.inputs[consts:]
+            for operand, inner in zip(operator.operands[:split], condition.inputs[:split], strict=True):
+                into(operand, inner)
+            for operand, inner in zip(operator.operands[split : split + consts], body.inputs[:consts], strict=True):
+                into(operand, inner)
+            for operand, inner, tested in zip(init, carries_in, condition.inputs[split:], strict=True):
+                into(operand, inner)
+                links.append(LoopLink(inner, Port.VALUE, tested, Port.VALUE, inner, 1, inside=True))
+            for inner_out, carry, result in zip(body.outputs, carries_in, operator.results, strict=True):
+                if inner_out is not None:
+                    links.append(LoopLink(inner_out, Port.VALUE, carry, Port.VALUE, carry, 1, inside=True))
+                links.append(LoopLink(carry, Port.VALUE, result, Port.VALUE, result))
+        case LoopKind.COND:
+            for body in operator.bodies[:1]:
+                for operand, inner in zip(operator.operands[1:], body.inputs, strict=True):
+                    into(operand, inner)
+            for number, body in enumerate(operator.bodies):
+                for inner_out, result in zip(body.outputs, operator.results, strict=True):
+                    if inner_out is not None:
+                        links.append(LoopLink(inner_out, Port.VALUE, result, Port.VALUE, result, number))
+    return links

@@ -1,0 +1,195 @@
+"""What was decided, as data: the only thing that passes from planning to running."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from autopar.cluster import Mesh
+
+if TYPE_CHECKING:
+    from autopar.graph.ir import Operator, Rule
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one array lies on a mesh.
+
+    ``dims[d]`` lists the mesh axes that cut dimension ``d``, major to minor, always in mesh order; ``partial`` lists
+    the axes over which the devices hold summands instead of the value (their sum is the value).  An axis appears at
+    most once in all.  An axis that appears nowhere holds copies.
+    """
+
+    dims: tuple[Axes, ...]
+    partial: Axes = ()
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """Every axis in use."""
+        return frozenset(axis for dim in self.dims for axis in dim) | frozenset(self.partial)
+
+    def __str__(self) -> str:
+        text = "[" + ", ".join("+".join(axes) or "·" for axes in self.dims) + "]"
+        return text + (f" Σ{'+'.join(self.partial)}" if self.partial else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """How one operator is spread: ``factors[f]`` are the mesh axes that cut factor ``f`` of its rule, in mesh order.
+
+    ``passing`` are axes over which all operands come as summands and the results leave as summands (only for
+    operators that are linear in all of them).
+    """
+
+    factors: tuple[Axes, ...]
+    passing: Axes = ()
+
+    def operand(self, rule: Rule, position: int, mesh: Mesh) -> Layout:
+        """The layout in which the operator wants an operand."""
+        return Layout(self._dims(rule.operands[position]), self.passing)
+
+    def result(self, rule: Rule, position: int, mesh: Mesh) -> Layout:
+        """The layout in which the operator leaves a result (partial over the axes that cut a sum)."""
+        summed = {
+            axis
+            for axes, factor in zip(self.factors, rule.factors, strict=True)
+            if factor.kind.leaves_sum
+            for axis in axes
+        }
+        summed.update(self.passing)
+        return Layout(self._dims(rule.results[position]), tuple(n for n in mesh.axis_names if n in summed))
+
+    def _dims(self, mapping: tuple[tuple[int, ...], ...]) -> tuple[Axes, ...]:
+        # A factor that is not major in its dimension is never cut, so the major one speaks for the dimension.
+        return tuple(self.factors[factors[0]] if factors else () for factors in mapping)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One part of the program on one mesh: a home layout for values, a copy layout for some, strategies of operators.
+
+    What is not listed is replicated (values) or uncut (operators).
+    """
+
+    mesh: Mesh
+    homes: Mapping[int, Layout] = field(repr=False)
+    copies: Mapping[int, Layout] = field(repr=False)
+    strategies: Mapping[int, Strategy] = field(repr=False)
+
+    def home(self, value: int, rank: int) -> Layout:
+        """Where a value of this rank lies."""
+        return self.homes.get(value) or Layout(((),) * rank)
+
+    def strategy(self, operator: Operator) -> Strategy:
+        """How an operator is spread."""
+        return self.strategies.get(operator.id) or Strategy(((),) * len(operator.rule.factors))
+
+
+@dataclass(frozen=True)
+class CollectiveUse:
+    """Predicted collectives of one kind over the same axes for the same reason.
+
+    ``full_bytes`` is the size of the full tensor of one of them (see :mod:`autopar.cost_model.collectives`), ``wire_bytes``
+    what one device sends in all ``count`` of them in a step (ring accounting), ``seconds`` their time in a step.
+    """
+
+    kind: str
+    axes: Axes
+    full_bytes: float
+    count: int
+    wire_bytes: float
+    seconds: float
+    phase: str
+    value: int
+    origin: str
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Predicted bytes on one device, in the words of ``compiled.memory_analysis()``, and the peak by kind of tenant."""
+
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    by_kind: Mapping[str, int]
+    largest: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """argument + output − alias + temp."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the cost model says of a plan: seconds of one step, collectives, memory of one device."""
+
+    compute_seconds: float
+    communication_seconds: float
+    update_seconds: float
+    flops: float
+    bytes_moved: float
+    collectives: tuple[CollectiveUse, ...]
+    memory: Memory
+
+    @property
+    def step_seconds(self) -> float:
+        """All compute (the update included) and all communication, one after the other."""
+        return self.compute_seconds + self.communication_seconds
+
+
+@dataclass(frozen=True)
+class SolverReport:
+    """How the plan was found: size of the program, seconds, proven relative gap (0: optimal)."""
+
+    variables: int
+    variables_after_reduction: int
+    seconds: float
+    gap: float
+    meshes_tried: tuple[str, ...] = ()
+
+
+class Schedule(Enum):
+    """The order of microbatches over stages."""
+
+    SINGLE = "single"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole decision for one program on one cluster."""
+
+    fingerprint: str
+    jax_version: str
+    method: str
+    cluster: str
+    num_devices: int
+    stages: tuple[Stage, ...]
+    in_paths: tuple[str, ...]
+    out_paths: tuple[str, ...]
+    in_layouts: tuple[Layout, ...]
+    out_layouts: tuple[Layout, ...]
+    prediction: Prediction
+    solver: SolverReport
+    num_microbatches: int = 1
+    schedule: Schedule = Schedule.SINGLE
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the first stage."""
+        return self.stages[0].mesh
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of one step."""
+        return self.prediction.step_seconds
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted bytes on the fullest device."""
+        return self.prediction.memory.total_bytes

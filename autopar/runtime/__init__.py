@@ -1,0 +1,1 @@
+"""How to run a Plan: compile and call."""

@@ -1,0 +1,276 @@
+"""How one operator runs on one device's pieces so that what it leaves are pieces of the true results.
+
+Let y = g(x) and let the strategy cut x into pieces x_d.  This file computes y_d = g_d(x_d) with
+
+    y = concatenation of the y_d   over PARALLEL and SCATTER factors,
+    y = Σ_d y_d                    over SUM and LOOKUP factors (left to the caller),
+    y = max_d y_d or min_d y_d     over MAX and MIN factors (reduced here, at once).
+
+Mostly g_d is g with local shapes in its parameters.  The exceptions have a function of their own: what counts positions
+(iota, random bits) starts at the piece's position, what takes positions (gather, scatter) has them shifted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+from jax.extend.random import threefry2x32_p
+
+from autopar.cluster import Mesh
+from autopar.graph.ir import FactorKind, Operator
+from autopar.plan import Axes
+from autopar.runtime.collectives import is_first, piece_start
+from autopar.runtime.local_params import LocalError, Piece, Site, local_params, scatter_windows, site_of
+
+_MODE = lax.GatherScatterMode
+
+
+def run_local(
+    operator: Operator, equation: Any, operands: list[jax.Array], strategy: tuple[Axes, ...], mesh: Mesh
+) -> list[jax.Array]:
+    """Local shards of the results of ``equation``, given local ``operands`` (a literal is a scalar array).
+
+    Called while tracing inside a ``jax.shard_map`` that is manual over all axes of ``mesh``.  ``strategy`` has one tuple
+    of mesh axes per factor of ``operator.rule``; results are partial sums over the axes of SUM and LOOKUP factors.
+    ``equation`` is the operator's own or one with equal shapes; it must hold no inner program but a reducer's.
+
+    Raises :class:`LocalError` if the strategy cannot be executed (:func:`check_local` says so without running), or if
+    the shards do not have the shapes that the strategy implies.
+    """
+    site = site_of(equation, operator.rule, strategy, mesh)
+    _check_shapes("operand", site, operands, site.operands)
+    run = _RUN.get(site.primitive, _bind)
+    results = [_reduce_extrema(result, site) for result in run(equation, site, operands)]
+    _check_shapes("result", site, results, site.results)
+    return results
+
+
+def check_local(operator: Operator, strategy: tuple[Axes, ...], mesh: Mesh) -> str | None:
+    """Why ``operator`` cannot be run on local shards under ``strategy``; ``None`` if it can."""
+    try:
+        site_of(operator.equation, operator.rule, strategy, mesh)
+    except LocalError as error:
+        return str(error)
+    return None
+
+
+def _check_shapes(role: str, site: Site, arrays: list[jax.Array], pieces: tuple[Piece, ...]) -> None:
+    shapes = [tuple(jnp.shape(array)) for array in arrays]
+    expected = [piece.local_shape for piece in pieces]
+    if shapes != expected:
+        raise LocalError(
+            f"internal error: {site.primitive} has local {role} shapes {shapes}, the strategy implies {expected} "
+            f"(of {[piece.shape for piece in pieces]} on {site.mesh}); please report this"
+        )
+
+
+def _bind(equation: Any, site: Site, operands: list[jax.Array], **changed: Any) -> list[jax.Array]:
+    """Run the primitive with local parameters, ``changed`` ones replaced."""
+    params = equation.primitive.get_bind_params(local_params(site) | changed)
+    results = equation.primitive.bind(*operands, **params)
+    return list(results) if equation.primitive.multiple_results else [results]
+
+
+def _reduce_extrema(result: jax.Array, site: Site) -> jax.Array:
+    for kind, reduce in ((FactorKind.MAX, lax.pmax), (FactorKind.MIN, lax.pmin)):
+        axes = site.reduced[kind]
+        if axes and result.dtype == jnp.bool_:
+            result = reduce(result.astype(jnp.int32), axes).astype(jnp.bool_)
+        elif axes:
+            result = reduce(result, axes)
+    return result
+
+
+def _keep(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.Array]:
+    """A placement asked for by the user is the plan's affair, which has it as a constraint; the value stays."""
+    return operands
+
+
+# --- what counts positions ------------------------------------------------------------------------------------------
+
+
+def _iota(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.Array]:
+    result, dim = site.results[0], site.params["dimension"]
+    if not result.is_cut(dim):
+        return _bind(equation, site, operands, shape=result.local_shape)
+    # Counted in integers and converted at the end: in bfloat16, start + position would be rounded twice.
+    count = lax.broadcasted_iota(jnp.int32, result.local_shape, dim)
+    count = count + piece_start(result.layout.dims[dim], result.local_shape[dim])
+    return [lax.convert_element_type(count, site.params["dtype"])]
+
+
+def _random_bits(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.Array]:
+    """The piece of ``jax.random.bits`` without computing the rest, where the generator numbers its elements.
+
+    Partitionable Threefry 2x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) hashes the 64-bit
+    row-major position of each element, and 32-bit results are the exclusive or of the two words.
+    """
+    (keys,) = operands
+    piece, bit_width, shape = site.results[0], site.params["bit_width"], site.params["shape"]
+    batch = len(piece.shape) - len(shape)
+    cut = any(piece.is_cut(dim) for dim in range(batch, len(piece.shape)))
+    if not cut or jax.random.key_impl(keys) != "threefry2x32" or not jax.config.jax_threefry_partitionable:
+        return _slice_whole(equation, site, operands)
+    starts = [_start(piece, dim) for dim in range(batch, len(piece.shape))]
+    high, low = positions(shape, piece.local_shape[batch:], starts)
+    words = jax.random.key_data(keys)
+    key_shape = (*keys.shape, *(1,) * len(shape)) if keys.shape else ()
+    key_words = [jnp.broadcast_to(words[..., i].reshape(key_shape), piece.local_shape if batch else ()) for i in (0, 1)]
+    counts = [jnp.broadcast_to(count, piece.local_shape) for count in (high, low)]
+    first, second = threefry2x32_p.bind(*key_words, *counts)
+    dtype = jnp.dtype(f"uint{bit_width}")
+    if bit_width == 64:
+        return [(first.astype(dtype) << np.uint64(32)) | second.astype(dtype)]
+    return [(first ^ second).astype(dtype)]
+
+
+def positions(
+    shape: tuple[int, ...], local_shape: tuple[int, ...], starts: list[jax.Array | int]
+) -> tuple[jax.Array, jax.Array]:
+    """High and low 32 bits of the row-major position in ``shape`` of each element of the piece that begins at ``starts``.
+
+    Both are uint32 arrays that broadcast to ``local_shape``; 64-bit integers are not needed, as JAX may forbid them.
+    """
+    high = low = jnp.zeros((), jnp.uint32)
+    for dim, start in enumerate(starts):
+        axis_shape = tuple(extent if d == dim else 1 for d, extent in enumerate(local_shape))
+        index = lax.broadcasted_iota(jnp.uint32, axis_shape, dim) + jnp.asarray(start).astype(jnp.uint32)
+        stride = math.prod(shape[dim + 1 :])
+        summand = index * np.uint32(stride % 2**32)
+        if math.prod(shape) > 2**32:
+            carry = (low + summand < summand).astype(jnp.uint32)
+            high = high + _high_word(index, stride) + carry
+        low = low + summand
+    return high, low
+
+
+def _high_word(index: jax.Array, stride: int) -> jax.Array:
+    """Bits 32 to 63 of ``index · stride`` from products of 16-bit halves."""
+    low, high = index & np.uint32(0xFFFF), index >> np.uint32(16)
+    stride_low, stride_high = np.uint32(stride & 0xFFFF), np.uint32(stride >> 16 & 0xFFFF)
+    middle = (low * stride_low >> np.uint32(16)) + (low * stride_high & np.uint32(0xFFFF))
+    middle = middle + (high * stride_low & np.uint32(0xFFFF))
+    carried = (low * stride_high >> np.uint32(16)) + (high * stride_low >> np.uint32(16)) + (middle >> np.uint32(16))
+    return high * stride_high + carried + index * np.uint32(stride >> 32 & 0xFFFFFFFF)
+
+
+def _start(piece: Piece, dim: int) -> jax.Array | int:
+    return piece_start(piece.layout.dims[dim], piece.local_shape[dim]) if piece.is_cut(dim) else 0
+
+
+def _slice_whole(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.Array]:
+    """Run on whole parameters and keep the piece: for generators whose elements cannot be computed apart."""
+    pieces = []
+    for result, piece in zip(_bind(equation, site, operands), site.results, strict=True):
+        for dim, extent in enumerate(piece.local_shape):
+            if result.shape[dim] != extent:
+                result = lax.dynamic_slice_in_dim(result, _start(piece, dim), extent, dim)
+        pieces.append(result)
+    return pieces
+
+
+# --- what takes positions -------------------------------------------------------------------------------------------
+
+
+def _signed(index: jax.Array) -> jax.Array:
+    """As int32, or int64 if it has 64 bits, so that a shift can make it negative; huge unsigned ones become negative too,
+    which is out of bounds just as well."""
+    return index.astype(jnp.int64 if index.dtype.itemsize == 8 else jnp.int32)
+
+
+def _clamp_index(index: jax.Array, last: int) -> jax.Array:
+    """Into [0, last]; ``last`` itself may be more than the index type can say."""
+    highest = min(last, int(jnp.iinfo(index.dtype).max))
+    return jnp.clip(index, jnp.asarray(0, index.dtype), jnp.asarray(highest, index.dtype))
+
+
+def _column(indices: jax.Array, number: int) -> jax.Array:
+    return lax.slice_in_dim(indices, number, number + 1, axis=indices.ndim - 1)
+
+
+def _gather(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.Array]:
+    """Rows that this device holds, zeros for the others'; a filled row comes from the first device alone.
+
+    An index that is out of bounds in a whole dimension is filled by whoever holds the row; in a cut dimension nobody
+    does.  ``PROMISE_IN_BOUNDS`` is clamped, as XLA does on one device.
+    """
+    lookup_axes = site.reduced[FactorKind.LOOKUP]
+    if not lookup_axes:
+        return _bind(equation, site, operands)
+    operand, indices = operands
+    piece, params = site.operands[0], site.params
+    numbers, slice_sizes = params["dimension_numbers"], params["slice_sizes"]
+    held = jnp.ones((*indices.shape[:-1], 1), jnp.bool_)
+    outside = ~held
+    columns = []
+    for number, dim in enumerate(numbers.start_index_map):
+        index, last = _column(indices, number), piece.shape[dim] - slice_sizes[dim]
+        if params["mode"] != _MODE.FILL_OR_DROP:
+            index = _clamp_index(index, last)
+        index = _signed(index)
+        if piece.kinds[dim] is FactorKind.LOOKUP:
+            outside |= (index < 0) | (index > last)
+            index = index - piece_start(piece.layout.dims[dim], piece.local_shape[dim]).astype(index.dtype)
+            held &= (index >= 0) & (index < piece.local_shape[dim])
+            index = _clamp_index(index, piece.local_shape[dim] - 1)
+        columns.append(index)
+    local_indices = lax.concatenate(columns, indices.ndim - 1)
+    (rows,) = _bind(equation, site, [operand, local_indices], indices_are_sorted=False)
+    batch_dims = [dim for dim in range(rows.ndim) if dim not in numbers.offset_dims]
+
+    def over_rows(flags: jax.Array) -> jax.Array:
+        return lax.broadcast_in_dim(lax.squeeze(flags, (flags.ndim - 1,)), rows.shape, batch_dims)
+
+    absent = jnp.zeros_like(rows)
+    if params["mode"] == _MODE.FILL_OR_DROP:
+        fill = jnp.full_like(rows, _fill_value(rows.dtype, params["fill_value"]))
+        absent = jnp.where(over_rows(outside & is_first(lookup_axes)), fill, absent)
+    return [jnp.where(over_rows(held), rows, absent)]
+
+
+def _fill_value(dtype: Any, given: Any) -> Any:
+    """What an out-of-bounds row is filled with; the documented default is NaN, or the integer least likely to be meant."""
+    if given is not None:
+        return given
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return np.nan
+    limits = jnp.iinfo(dtype)
+    return limits.min if jnp.issubdtype(dtype, jnp.signedinteger) else limits.max
+
+
+def _scatter(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.Array]:
+    """Updates that fall into this piece; where updates are shared out (SUM), the operand enters on the first device only."""
+    operand, indices, updates = operands
+    piece, params = site.operands[0], site.params
+    if site.results[0].layout.partial:
+        operand = jnp.where(is_first(site.results[0].layout.partial), operand, jnp.zeros_like(operand))
+    if not site.reduced[FactorKind.SCATTER]:
+        return _bind(equation, site, [operand, indices, updates])
+    windows = scatter_windows(site)
+    columns = []
+    for number, dim in enumerate(params["dimension_numbers"].scatter_dims_to_operand_dims):
+        index = _column(indices, number)
+        if params["mode"] == _MODE.CLIP:
+            index = _clamp_index(index, piece.shape[dim] - windows[dim])
+        index = _signed(index)
+        if piece.kinds[dim] is FactorKind.SCATTER:
+            index = index - piece_start(piece.layout.dims[dim], piece.local_shape[dim]).astype(index.dtype)
+        columns.append(index)
+    local_indices = lax.concatenate(columns, indices.ndim - 1)
+    return _bind(equation, site, [operand, local_indices, updates], mode=_MODE.FILL_OR_DROP)
+
+
+_RUN: dict[str, Callable[[Any, Site, list[jax.Array]], list[jax.Array]]] = {
+    **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scatter),
+    **dict.fromkeys(("random_split", "rng_bit_generator", "rng_uniform"), _slice_whole),
+    **dict.fromkeys(("sharding_constraint", "device_put"), _keep),
+    "iota": _iota,
+    "random_bits": _random_bits,
+    "gather": _gather,
+}

@@ -1,0 +1,1 @@
+"""The order of work, and how an array moves from one layout to another."""

@@ -1,0 +1,1 @@
+"""Measurements of autopar, and the models on which they are made."""
