@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +67,35 @@ def make_closed_jaxpr(
     constvars: Sequence[Any] = (),
     consts: Sequence[Any] = (),
 ) -> Any:
-    """A closed jaxpr of these parts; effects and debugging names are those of the jaxpr ``like``."""
-    original = jaxpr_of(like)
-    debug = _debug_info_for(original.debug_info, len(invars), len(outvars))
+    """A closed jaxpr of these parts; effects are those of the equations, debugging names those of ``like``."""
+    debug = _debug_info_for(jaxpr_of(like).debug_info, len(invars), len(outvars))
+    inputs = {*constvars, *invars}
+    effects = {
+        effect
+        for equation in equations
+        for effect in equation.effects
+        if (var := _effect_input(effect)) is None or var in inputs
+    }
     if _ONE_CLASS:
         return Jaxpr(  # type: ignore[call-arg]  # the stubs at hand may be those of the older version
-            constvars, invars, outvars, equations, original.effects, debug_info=debug, consts=list(consts) or None
+            constvars, invars, outvars, equations, effects, debug_info=debug, consts=list(consts) or None
         )
-    return ClosedJaxpr(Jaxpr(constvars, invars, outvars, equations, original.effects, debug), list(consts))
+    return ClosedJaxpr(Jaxpr(constvars, invars, outvars, equations, effects, debug), list(consts))
+
+
+def _effect_input(effect: Any) -> Any:
+    """The variable (a mutable reference) that an effect is about, if any."""
+    var = getattr(effect, "input", None)
+    return var if isinstance(var, Var) else None
+
+
+def renamed_effects(effects: Any, names: Mapping[Any, Any]) -> Any:
+    """Effects of an equation whose operands were renamed."""
+    if not effects:
+        return effects
+    return {
+        effect if (var := _effect_input(effect)) is None else effect.replace(names.get(var, var)) for effect in effects
+    }
 
 
 def close_jaxpr(jaxpr: Any) -> Any:
@@ -164,7 +185,7 @@ def is_user_file(filename: str) -> bool:
     if filename.startswith(_library_prefixes()):
         return False
     standard = sysconfig.get_path("stdlib") + os.sep
-    return not filename.startswith(standard) or "site-packages" in filename
+    return not filename.startswith(standard) or "-packages" in filename
 
 
 @functools.cache
@@ -205,16 +226,6 @@ def has_user_frame(traceback: Any) -> bool:
 def name_stack_text(equation: Any) -> str:
     """The names stack as JAX prints it, for example ``transpose(jvp(GPT))/layer1/Dense_0``."""
     return str(equation.source_info.name_stack)
-
-
-def is_defined_in_jax(jaxpr: Any) -> bool:
-    """Whether a jaxpr was traced from one of JAX's own functions.
-
-    Such functions are traced once and cached, so the frames inside tell of their *first* caller.
-    """
-    described = getattr(jaxpr_of(jaxpr).debug_info, "func_src_info", None) or ""
-    _, separator, place = described.rpartition(" at ")
-    return bool(separator) and is_jax_file(place.rpartition(":")[0])
 
 
 # ------------------------------------------------------------------------------------------------ avals, dtypes

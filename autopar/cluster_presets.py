@@ -49,8 +49,8 @@ CPU_FLOPS_PER_SECOND_PER_CORE = {"float32": 1e11, "float64": 5e10, "bfloat16": 1
 """Matrix products on one core with AVX-512 (AMD EPYC, Zen 4, 2.6 GHz): ``python benchmarks/measure_local.py``."""
 CPU_MEMORY_BYTES_PER_SECOND_PER_CORE = 2.5e10
 """Read and written by ``x + 1`` over 256 MiB on the same machine, by the same command."""
-CPU_COLLECTIVE_LATENCY_SECONDS = 12e-6
-CPU_COLLECTIVE_BYTES_PER_SECOND_PER_CORE = 8e9
+CPU_COLLECTIVE_LATENCY_SECONDS = 20e-6
+CPU_COLLECTIVE_BYTES_PER_SECOND_PER_CORE = 7.5e9
 """α and β of collectives between virtual CPU devices of one process (which share the memory), by the same command."""
 CPU_NETWORK = Link(100e-6, 10 * GIGABIT * LINK_REACHED, source="assumed: 10 Gb/s Ethernet and TCP between processes")
 
@@ -97,16 +97,16 @@ V100_16 = _device(
     Platform.CUDA,
     {"float64": 7.8, "float32": 15.7, "bfloat16": 15.7, "float16": 125},
     (16, 900),
-    "NVIDIA V100 data sheet (2020), Specifications, V100 SXM2; bfloat16 runs as float32",
+    "NVIDIA V100 data sheet, Specifications, V100 SXM2; bfloat16 runs as float32",
 )
 V100_32 = replace(
     V100_16,
     name="V100-SXM2-32GB",
     memory_bytes=int(32 * GIB * MEMORY_USABLE),
-    source="NVIDIA V100 data sheet (2020), Specifications, V100 SXM2; bfloat16 runs as float32",
+    source="NVIDIA V100 data sheet, Specifications, V100 SXM2; bfloat16 runs as float32",
 )
 _A100_TERA_FLOPS = {"float64": 19.5, "float32": 156, "bfloat16": 312, "float16": 312, "int8": 624}
-_A100_SOURCE = "NVIDIA A100 data sheet (2021), table of specifications, {} SXM, dense (no sparsity); float32 as TF32"
+_A100_SOURCE = "NVIDIA A100 data sheet, table of specifications, {} SXM, dense (no sparsity); float32 as TF32"
 A100_40 = _device("A100-SXM4-40GB", Platform.CUDA, _A100_TERA_FLOPS, (40, 1555), _A100_SOURCE.format("A100 40GB"))
 A100_80 = _device("A100-SXM4-80GB", Platform.CUDA, _A100_TERA_FLOPS, (80, 2039), _A100_SOURCE.format("A100 80GB"))
 _HOPPER_TERA_FLOPS = {
@@ -137,9 +137,9 @@ TPU_V5E = _device(
 TPU_V5P = _device(
     "TPU v5p",
     Platform.TPU,
-    {"bfloat16": 459, "float32": 459, "int8": 918},
+    {"bfloat16": 459, "float32": 459},
     (95, 2765),
-    "Google Cloud TPU documentation, TPU v5p, System architecture; float32 as one bfloat16 pass, int8 as two",
+    "Google Cloud TPU documentation, TPU v5p, System architecture; float32 as one bfloat16 pass",
 )
 
 
@@ -293,7 +293,7 @@ def preset_cluster(name: str, hosts: int) -> Cluster:
     if preset.max_hosts is not None and hosts > preset.max_hosts:
         raise ClusterError(
             f"preset {name!r} is one slice of at most {preset.max_hosts} hosts, not {hosts}; for several slices "
-            "describe the data center network yourself: Cluster.preset(…).replace(hosts=…, devices_per_host=…, network=…)"
+            "describe the data center network: Cluster.preset(…).replace(hosts=…, devices_per_host=…, network=…)"
         )
     return preset.cluster.replace(hosts=hosts)
 
@@ -332,11 +332,11 @@ def local_cluster(devices: Sequence[Any] | None = None) -> Cluster:
     platform, kind = next(iter(kinds))
     if platform == "cpu":
         return _cpu_cluster(hosts, devices_per_host)
-    return _accelerator_cluster(kind, devices, hosts)
+    return _accelerator_cluster(kind, devices, hosts, jax.process_index())
 
 
-def _accelerator_cluster(kind: str, devices: Sequence[Any], hosts: int) -> Cluster:
-    """The preset with that ``device_kind``, cut to the devices at hand."""
+def _accelerator_cluster(kind: str, devices: Sequence[Any], hosts: int, this_process: int) -> Cluster:
+    """The preset with that ``device_kind``, cut to the devices at hand; only own devices tell their memory."""
     named = {name.lower(): preset for preset in PRESETS for name in preset.device_kinds}
     preset = named.get(kind.lower())
     if preset is None:
@@ -345,7 +345,7 @@ def _accelerator_cluster(kind: str, devices: Sequence[Any], hosts: int) -> Clust
             f"no figures for devices of kind {kind!r} (known: {known}); describe them in a file for Cluster.from_file, "
             "or take the nearest preset and replace what differs"
         )
-    own = [device for device in devices if device.process_index == devices[0].client.process_index()]
+    own = [device for device in devices if device.process_index == this_process]
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in own]
     known_limits = [int(limit) for limit in limits if limit]
     return preset.cluster.replace(

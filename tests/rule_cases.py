@@ -229,6 +229,12 @@ SHARDY_CASES = [
         once=0,
     ),
     Case(
+        "scatter",
+        "# #, # #, # # -> # #",
+        shaped(lambda x, i, u: lax.scatter(x, i, u, SCATTER((1,), (0,), (0, 1)))),
+        (normal(10, 8), integers(5, 6, 2), normal(6, 3)),
+    ),
+    Case(
         "scatter-add",
         "a b!, a c+ 1, a c+ -> a b!",
         shaped(lambda x, i, u: lax.scatter_add(x, i, u, SCATTER((), (1,), (1,), (0,), (0,)))),

@@ -180,12 +180,12 @@ def test_nnx_split_state():
 def test_keys_typed_raw_and_looped():
     def step(params, typed, raw, looped, codes, x):
         typed, sub = jax.random.split(typed)
-        noise = jax.random.normal(sub, x.shape) + jax.random.uniform(jax.random.split(raw)[1], x.shape)
+        noise = jax.random.normal(sub, x.shape) + jax.random.uniform(jax.random.split(raw[1])[0], x.shape)
         many = jax.lax.scan(lambda c, k: (c + jax.random.normal(k, ()), None), 0.0, looped)[0]
         grads = jax.grad(lambda p: loss_of(p, x + noise, Y) * many * codes.sum())(params)
         return sgd(params, grads), typed
 
-    raw = np.array([1, 2], np.uint32)
+    raw = np.ones((3, 2), np.uint32)
     looped = np.ones((5, 2), np.uint32)
     by_path, _, roles = roles_of(step, PARAMS, jax.random.key(0), raw, looped, np.ones((8, 2), np.uint32), X)
     assert paths(by_path, Role.KEY) == {"typed", "raw", "looped"}

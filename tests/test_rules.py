@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -22,6 +23,7 @@ from autopar import _compat
 from autopar.graph import rules as rules_module
 from autopar.graph.ir import Factor, FactorKind, Rule
 from autopar.graph.rules import KINDS, TABLE, rules_for
+from autopar.graph.shardy import ask
 from tests.rule_cases import CASES, KEY, Case, X, integers, matrices, normal, shaped
 
 SIGNS = {
@@ -294,6 +296,21 @@ def test_a_size_of_stand_in_pieces_is_not_taken_for_real() -> None:
     for shape in [(2, 3), (3, 3), (4, 4)]:
         equations = [jax.make_jaxpr(function)(normal(*shape)).eqns[0] for function in functions]
         assert [text(rule) for rule in rules_for(equations, "cpu")] == expected
+
+
+def test_an_answer_for_other_shapes_than_the_stand_in_is_not_used() -> None:
+    def fixed_shape(questions: Any, platform: str) -> Any:
+        answers = ask(questions, platform)
+        stands_in = questions and questions[0].operands[0].shape == (2, 3)
+        return [dataclasses.replace(answer, result_shapes=((4, 6),)) for answer in answers] if stands_in else answers
+
+    equation = jax.make_jaxpr(jnp.tanh)(normal(4, 6)).eqns[0]
+    with mock.patch.object(rules_module, "ask", side_effect=fixed_shape) as asked:
+        assert text(rules_for([equation], "cpu")[0]) == "a b -> a b"
+    assert [[question.operands[0].shape for question in call.args[0]] for call in asked.call_args_list] == [
+        [(2, 3)],
+        [(4, 6)],
+    ]
 
 
 # --------------------------------------------------------------------------------------------------------- the unknown

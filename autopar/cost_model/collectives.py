@@ -90,7 +90,7 @@ def wire_bytes(kind: Collective, full_bytes: float, group_size: int) -> float:
     """
     if not full_bytes >= 0 or group_size < 1:
         raise ClusterError(
-            f"{kind.value} of {full_bytes} bytes in groups of {group_size}; give 0 or more bytes and a size of 1 or more"
+            f"{kind.value} of {full_bytes} bytes in groups of {group_size}; give 0 or more bytes, a size of 1 or more"
         )
     if group_size == 1:
         return 0.0

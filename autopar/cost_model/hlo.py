@@ -20,7 +20,13 @@ from typing import Any
 
 from autopar.cluster import Cluster
 from autopar.cost_model.collectives import Collective, group_seconds, permute_seconds
-from autopar.cost_model.hlo_collectives import HloCollective, collectives, form_reduce_scatters, undo_widening
+from autopar.cost_model.hlo_collectives import (
+    HloCollective,
+    collectives,
+    collectives_of,
+    form_reduce_scatters,
+    undo_widening,
+)
 from autopar.cost_model.hlo_parser import HloModule, numpy_dtype_name, parse_module
 from autopar.cost_model.hlo_steps import bytes_of, executed_steps, flops_of, is_collective
 from autopar.cost_model.hlo_work import FlopCounter, instruction_bytes
@@ -137,7 +143,7 @@ def step_seconds(module: HloModule, cluster: Cluster, found: Iterable[HloCollect
             compute_seconds += step.times * seconds
             total_flops += step.times * work
             total_bytes += step.times * moved
-    ran = collectives(module) if found is None else tuple(found)
+    ran = collectives_of(steps, module) if found is None else tuple(found)
     by_kind: dict[Collective, float] = {}
     wire: dict[Collective, float] = {}
     for collective in ran:

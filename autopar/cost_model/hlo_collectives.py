@@ -72,6 +72,11 @@ class HloCollective:
 def collectives(module: HloModule) -> tuple[HloCollective, ...]:
     """All collectives in the order of the program, each pair of start and done once."""
     steps, _ = executed_steps(module)
+    return collectives_of(steps, module)
+
+
+def collectives_of(steps: Iterable[Step], module: HloModule) -> tuple[HloCollective, ...]:
+    """The collectives among steps of a module."""
     return tuple(_read_collective(step, module) for step in steps if is_collective(step.instruction))
 
 

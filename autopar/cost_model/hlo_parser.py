@@ -325,6 +325,9 @@ def _parse_instruction(line: str) -> HloInstruction:
 
 def _closing(line: str, open_at: int) -> int:
     """Position of the parenthesis that closes the one at ``open_at``."""
+    first = line.find(")", open_at)
+    if first >= 0 and line.find("(", open_at + 1, first) < 0:
+        return first
     depth = 0
     for found in _PARENTHESIS.finditer(line, open_at):
         depth += 1 if found[0] == "(" else -1

@@ -28,6 +28,7 @@ COLLECTIVE_OPCODES = frozenset(
         "reduce-scatter",
     )
 )
+_COLLECTIVES_AND_STARTS = COLLECTIVE_OPCODES | {f"{opcode}-start" for opcode in COLLECTIVE_OPCODES}
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Step:
     instruction: HloInstruction
     computation: HloComputation
     times: int
+    fused: bool = False
+    """True for a collective inside a fusion."""
 
 
 class _Walk:
@@ -46,6 +49,11 @@ class _Walk:
         self.module = module
         self.notes: dict[str, None] = {}
         self.counter = FlopCounter(module)
+        self._collectives = {
+            computation.name: found
+            for computation in module.computations.values()
+            if (found := [instruction for instruction in computation.instructions if is_collective(instruction)])
+        }
 
     def steps(self, evaluator: Evaluator, times: int) -> list[Step]:
         """Everything that one run of the evaluator's computation does, ``times`` over."""
@@ -91,35 +99,29 @@ class _Walk:
     def _fused_collectives(self, instruction: HloInstruction, times: int) -> Iterator[Step]:
         """Collectives that XLA:TPU puts into fusions; the same channel shows up in several, and is one collective."""
         for computation in self.module.called(instruction, "calls"):
-            for inner in computation.instructions:
-                if is_collective(inner):
-                    yield Step(inner, computation, times)
+            for inner in self._collectives.get(computation.name, ()):
+                yield Step(inner, computation, times, fused=True)
 
 
 def executed_steps(module: HloModule) -> tuple[tuple[Step, ...], tuple[str, ...]]:
     """All instructions that run, loops, calls and branches opened, and notes on what could not be told.
 
-    Of a collective that the text repeats under one channel inside fusions only the first is kept.
+    Of a collective that XLA:TPU repeats inside several fusions (same channel, source and bytes) the first is kept.
     """
     walk = _Walk(module)
     steps = walk.steps(Evaluator(module, module.entry), 1)
-    seen: set[str] = set()
+    seen: set[tuple[str, str, int]] = set()
     kept: list[Step] = []
-    fused = {name for computation in module.computations.values() for name in _fused_names(computation)}
     for step in steps:
-        channel = step.instruction.attributes.get("channel_id", "") if is_collective(step.instruction) else ""
-        if channel in seen and step.computation.name in fused:
-            continue
-        if channel:
-            seen.add(channel)
+        if step.fused:
+            # JAX gives all collectives of a shard_map the same channel, so the channel alone does not tell them apart.
+            channel = step.instruction.attributes.get("channel_id", "")
+            key = (channel, step.instruction.op_name, operand_bytes(step))
+            if key in seen:
+                continue
+            seen.add(key)
         kept.append(step)
     return tuple(kept), tuple(walk.notes)
-
-
-def _fused_names(computation: HloComputation) -> Iterator[str]:
-    for instruction in computation.instructions:
-        if instruction.opcode == "fusion":
-            yield from instruction.called
 
 
 def base_opcode(instruction: HloInstruction) -> str:
@@ -129,7 +131,7 @@ def base_opcode(instruction: HloInstruction) -> str:
 
 def is_collective(instruction: HloInstruction) -> bool:
     """Whether devices talk to each other; the ``-done`` half of a pair does not count."""
-    return base_opcode(instruction) in COLLECTIVE_OPCODES
+    return instruction.opcode in _COLLECTIVES_AND_STARTS
 
 
 def operand_bytes(step: Step) -> int:

@@ -39,9 +39,8 @@ def fingerprint(program: TracedProgram) -> str:
     """SHA-256, in hexadecimal, of what the program computes (see the module docstring). Linear in its size."""
     parts: list[str] = [f"visible {program.num_visible}\n"]
     _write_jaxpr(_compat.jaxpr_of(program.jaxpr), parts)
-    for value in program.hidden:
-        if not _compat.is_key_dtype(value.dtype) and value.nbytes <= SMALL_CONSTANT_BYTES:
-            parts.append(f"const {_encode(np.asarray(value))}\n")
+    small = [v for v in program.hidden if not _compat.is_key_dtype(v.dtype) and v.nbytes <= SMALL_CONSTANT_BYTES]
+    parts += [f"const {_encode(np.asarray(value))}\n" for value in small]
     parts += [f"static {name} {_encode(value)}\n" for name, value in program.static]
     return hashlib.sha256("".join(parts).encode()).hexdigest()
 

@@ -16,8 +16,7 @@ kept:
 * Shardings that a user gave to an inner ``jit`` become ``sharding_constraint`` equations.
 
 Names stacks are prefixed with those of the enclosing equations, inside loop bodies too.  The source line of an
-equation is its own, unless that does not reach the user's code, or stems from one of JAX's own cached functions (these
-remember their first caller): then it is that of the call.
+equation is its own; where that does not reach the user's code (the inside of ``jnp.where``), it is that of the call.
 """
 
 from __future__ import annotations
@@ -60,12 +59,12 @@ _TRACER_HELP = (
 class _Place:
     """Where the equations being inlined stand: names stack so far, and the traceback of the call around them.
 
-    That traceback counts instead of their own ``always``, or else where their own does not reach the user's code.
+    That traceback counts where an equation's own, which JAX cuts off at the enclosing ``jit``, holds none of the user's
+    frames.
     """
 
     names: Any = None
     traceback: Any = None
-    always: bool = False
 
     def source_info(self, info: Any) -> Any:
         """Source information of an equation here."""
@@ -73,15 +72,15 @@ class _Place:
             return info
         names = info.name_stack if self.names is None else self.names + info.name_stack
         outer = self.traceback
-        if outer is not None and not self.always and _compat.has_user_frame(info.traceback):
+        if outer is not None and _compat.has_user_frame(info.traceback):
             outer = None
         return info.replace(name_stack=names, traceback=outer)
 
-    def inside(self, equation: Any, body: Any, scope: str | None = None) -> _Place:
-        """The place of the equations of a body that ``equation`` calls."""
+    def inside(self, equation: Any, scope: str | None = None) -> _Place:
+        """The place of the equations of a body of ``equation``."""
         info = self.source_info(equation.source_info)
         names = info.name_stack if scope is None else info.name_stack.extend(scope)
-        return _Place(names if len(names) else None, info.traceback, _compat.is_defined_in_jax(body))
+        return _Place(names if len(names) else None, info.traceback)
 
 
 @dataclass
@@ -148,8 +147,15 @@ def _inline_jaxpr(scope: _Scope, closed: Any, env: dict[Any, Any], place: _Place
             invars, params = rewrite(scope, equation, invars, place)
         outvars = [DropVar(v.aval) if isinstance(v, DropVar) else Var(v.aval) for v in equation.outvars]
         env.update(zip(equation.outvars, outvars, strict=True))
-        source_info = place.source_info(equation.source_info)
-        append(equation.replace(invars=invars, outvars=outvars, params=params, source_info=source_info))
+        append(
+            equation.replace(
+                invars=invars,
+                outvars=outvars,
+                params=params,
+                effects=_compat.renamed_effects(equation.effects, env),
+                source_info=place.source_info(equation.source_info),
+            )
+        )
     return [atom if isinstance(atom, Literal) else env[atom] for atom in jaxpr.outvars]
 
 
@@ -158,7 +164,7 @@ def _inline_call(scope: _Scope, equation: Any, invars: list[Any], place: _Place)
     params = equation.params
     body = params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
     is_remat = equation.primitive.name in _REMAT
-    inner = place.inside(equation, body, "checkpoint" if is_remat else None)
+    inner = place.inside(equation, "checkpoint" if is_remat else None)
     if is_remat:
         invars = _barrier(scope, equation, invars, inner)
     invars = _constrain(scope, equation, invars, params.get("in_shardings", ()), place)
@@ -229,8 +235,7 @@ class _Body:
 
 
 def _flatten_body(equation: Any, closed: Any, place: _Place) -> _Body:
-    info = place.source_info(equation.source_info)
-    inner = _Place(info.name_stack if len(info.name_stack) else None, info.traceback, place.always)
+    inner = place.inside(equation)
     jaxpr = _compat.jaxpr_of(closed)
     scope = _Scope()
     invars = tuple(Var(var.aval) for var in jaxpr.invars)

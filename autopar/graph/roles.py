@@ -335,7 +335,7 @@ def _key_leaves(program: TracedProgram) -> set[int]:
     found = set()
     for position in range(program.num_visible):
         aval = program.in_avals[position]
-        if _compat.is_key_dtype(aval.dtype) or used[position] and aval.shape and aval.dtype == np.uint32:
+        if _compat.is_key_dtype(aval.dtype) or (used[position] and aval.shape and aval.dtype == np.uint32):
             found.add(position)
     return found
 

@@ -124,7 +124,8 @@ def _dtype(var: Any) -> Any:
 def _one_shape(equation: JaxprEqn) -> Shape | None:
     """The shape that all results and all ranked operands share, if the parameters speak of no sizes either."""
     shapes = {_shape(var) for var in equation.outvars} | {_shape(var) for var in equation.invars if _shape(var)}
-    if len(shapes) != 1 or any(isinstance(value, tuple | list | dict) and value for value in equation.params.values()):
+    speaks_of_sizes = any(isinstance(value, tuple | list | dict) and value for value in equation.params.values())
+    if len(shapes) != 1 or speaks_of_sizes or _compat.inner_jaxprs(equation):
         return None
     shape = shapes.pop()
     return shape if 0 < len(shape) <= len(_STAND_IN_SIZES) else None

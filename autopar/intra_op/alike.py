@@ -83,6 +83,7 @@ def _first_colour(node: ValueNode | OperatorNode, demand: Hashable) -> Hashable:
         return ("value", node.shape, node.itemsize_bytes, kind, work, demand)
     operator = node.operator
     factors = tuple((factor.size, factor.kind.value) for factor in operator.rule.factors)
-    shapes = (node.operand_shapes, node.result_shapes, node.operand_itemsizes, node.result_itemsizes)
-    memory = (node.reads, node.writes, operator.flops, operator.bytes_moved, node.trips, node.may_pass_partial)
+    kernel = node.kernel
+    shapes = tuple(None if v is None else (v.shape, v.itemsize_bytes) for v in (*kernel.operands, *kernel.results))
+    memory = (kernel.reads, kernel.writes, operator.flops, operator.bytes_moved, node.trips, node.may_pass_partial)
     return (operator.primitive, factors, operator.rule.operands, operator.rule.results, shapes, memory, demand)

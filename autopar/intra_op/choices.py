@@ -20,6 +20,7 @@ import numpy as np
 
 from autopar.cluster import Cluster, Mesh
 from autopar.cost_model.collectives import Collective, collective_seconds
+from autopar.cost_model.kernels import kernel_cost
 from autopar.cost_model.reshard import reshard_table
 from autopar.cost_model.roofline import operator_seconds
 from autopar.errors import PlanError
@@ -129,26 +130,11 @@ def cuttable_factors(rule: Rule) -> list[int]:
 
 
 def _strategy_seconds(node: OperatorNode, strategies: list[Strategy], mesh: Mesh, cluster: Cluster) -> np.ndarray:
-    operator = node.operator
-    rule = operator.rule
-    dtype = _result_dtype(node)
-    seconds = np.zeros(len(strategies))
-    for number, strategy in enumerate(strategies):
-        pieces = mesh.axis_size(*(axis for axes in strategy.factors for axis in axes))
-        traffic = 0.0
-        for k in node.reads:
-            shape = node.operand_shapes[k]
-            assert shape is not None
-            layout = strategy.operand(rule, k, mesh)
-            traffic += node.operand_itemsizes[k] * float(np.prod(local_shape(shape, layout, mesh)))
-        for k in node.writes:
-            layout = strategy.result(rule, k, mesh)
-            traffic += node.result_itemsizes[k] * float(np.prod(local_shape(node.result_shapes[k], layout, mesh)))
-        # Slices, gathers and scatters touch less than the arrays they are given.
-        traffic = min(traffic, operator.bytes_moved / pieces) if traffic else 0.0
-        seconds[number] = operator_seconds(operator.flops / pieces, traffic, dtype, cluster)
-        seconds[number] += _immediate_seconds(node, strategy, mesh, cluster)
-    return seconds * node.trips
+    seconds = [
+        kernel_cost(node.kernel, strategy, mesh, cluster).seconds + _immediate_seconds(node, strategy, mesh, cluster)
+        for strategy in strategies
+    ]
+    return np.array(seconds) * node.trips
 
 
 def _immediate_seconds(node: OperatorNode, strategy: Strategy, mesh: Mesh, cluster: Cluster) -> float:
@@ -161,19 +147,14 @@ def _immediate_seconds(node: OperatorNode, strategy: Strategy, mesh: Mesh, clust
         for axis in strategy.factors[number]
     )
     total = 0.0
-    for k, shape in enumerate(node.result_shapes):
+    for k, value in enumerate(node.kernel.results):
         layout = strategy.result(rule, k, mesh)
-        local_bytes = node.result_itemsizes[k] * float(np.prod(local_shape(shape, layout, mesh)))
+        local_bytes = value.itemsize_bytes * float(np.prod(local_shape(value.shape, layout, mesh)))
         axes = extreme + (layout.partial if k in node.free_results else ())
         if axes:
             ordered = tuple(name for name in mesh.axis_names if name in axes)
             total += collective_seconds(Collective.ALL_REDUCE, local_bytes, ordered, mesh, cluster)
     return total
-
-
-def _result_dtype(node: OperatorNode) -> str:
-    variables = node.operator.equation.outvars
-    return str(getattr(variables[0].aval, "dtype", "float32")) if variables else "float32"
 
 
 def _add_edge(

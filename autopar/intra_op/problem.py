@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from autopar import _compat
+from autopar.cost_model.kernels import Kernel
 from autopar.graph.build import LoopKind
 from autopar.graph.fusion import Fusion, fuse
 from autopar.graph.ir import FactorKind, Graph, Operator, Phase, Value
@@ -75,19 +76,18 @@ class ValueNode:
 
 @dataclass
 class OperatorNode:
-    """An operator whose strategy is chosen; ``reads``/``writes`` are the positions that touch memory."""
+    """An operator whose strategy is chosen."""
 
-    operator: Operator
+    kernel: Kernel
     trips: int
-    operand_shapes: tuple[tuple[int, ...] | None, ...]
-    result_shapes: tuple[tuple[int, ...], ...]
-    operand_itemsizes: tuple[int, ...]
-    result_itemsizes: tuple[int, ...]
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
     may_pass_partial: bool
     free_results: tuple[int, ...]
     """Positions of scalar results: no node stands for them, a partial one is reduced at once."""
+
+    @property
+    def operator(self) -> Operator:
+        """The operator."""
+        return self.kernel.operator
 
 
 @dataclass
@@ -281,18 +281,18 @@ class _ProblemBuilder:
         return followers
 
     def _operator_node(self, operator: Operator, trips: int) -> OperatorNode:
-        operands = [None if operand is None else self._values[operand] for operand in operator.operands]
-        results = [self._values[result] for result in operator.results]
+        results = tuple(self._values[result] for result in operator.results)
         ranked = [operand for operand in operator.operands if operand is not None]
+        kernel = Kernel(
+            operator,
+            tuple(None if operand is None else self._values[operand] for operand in operator.operands),
+            results,
+            self._fusion.reads[operator.id],
+            self._fusion.writes(operator),
+        )
         return OperatorNode(
-            operator=operator,
+            kernel=kernel,
             trips=trips,
-            operand_shapes=tuple(None if value is None else value.shape for value in operands),
-            result_shapes=tuple(value.shape for value in results),
-            operand_itemsizes=tuple(0 if value is None else value.itemsize_bytes for value in operands),
-            result_itemsizes=tuple(value.itemsize_bytes for value in results),
-            reads=self._fusion.reads[operator.id],
-            writes=self._fusion.writes(operator),
             may_pass_partial=operator.linear
             and all(operand in self._partial for operand in ranked)
             and operator.results[0] in self._partial,

@@ -37,7 +37,7 @@ def apply_moves(x: jax.Array, moves: tuple[Move, ...], mesh: Mesh) -> jax.Array:
 
 
 def to_shard(x_full: jax.Array, layout: Layout, mesh: Mesh) -> jax.Array:
-    """The local shard of ``x_full``, of which every device holds a whole copy; partial axes get it on their first device.
+    """The local shard of ``x_full``, a copy of which is on every device; of summands, the first device has all.
 
     Raises :class:`PlanError` if a dimension cannot be cut evenly, or if Booleans or keys should be partial.
     """

@@ -26,7 +26,7 @@ from autopar.cluster import Mesh
 from autopar.graph.ir import FactorKind, Operator
 from autopar.plan import Axes
 from autopar.runtime.collectives import is_first, piece_start
-from autopar.runtime.local_params import LocalError, Piece, Site, local_params, scatter_windows, site_of
+from autopar.runtime.local_params import SCATTERS, LocalError, Piece, Site, local_params, scatter_windows, site_of
 
 _MODE = lax.GatherScatterMode
 
@@ -36,8 +36,8 @@ def run_local(
 ) -> list[jax.Array]:
     """Local shards of the results of ``equation``, given local ``operands`` (a literal is a scalar array).
 
-    Called while tracing inside a ``jax.shard_map`` that is manual over all axes of ``mesh``.  ``strategy`` has one tuple
-    of mesh axes per factor of ``operator.rule``; results are partial sums over the axes of SUM and LOOKUP factors.
+    Called while tracing inside a ``jax.shard_map`` that is manual over all axes of ``mesh``.  ``strategy`` has one
+    tuple of axes per factor of ``operator.rule``; results are partial sums over the axes of SUM and LOOKUP factors.
     ``equation`` is the operator's own or one with equal shapes; it must hold no inner program but a reducer's.
 
     Raises :class:`LocalError` if the strategy cannot be executed (:func:`check_local` says so without running), or if
@@ -80,14 +80,42 @@ def _bind(equation: Any, site: Site, operands: list[jax.Array], **changed: Any) 
 def _reduce_extrema(result: jax.Array, site: Site) -> jax.Array:
     for kind, reduce in ((FactorKind.MAX, lax.pmax), (FactorKind.MIN, lax.pmin)):
         axes = site.reduced[kind]
-        if axes and result.dtype == jnp.bool_:
+        if not axes:
+            continue
+        if jnp.issubdtype(result.dtype, jnp.floating):
+            last = kind is FactorKind.MAX
+            result = _of_order(reduce(_order(result, nan_is_last=last), axes), result.dtype)
+        elif result.dtype == jnp.bool_:
             result = reduce(result.astype(jnp.int32), axes).astype(jnp.bool_)
-        elif axes:
+        else:
             result = reduce(result, axes)
     return result
 
 
-def _keep(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.Array]:
+def _order(x: jax.Array, *, nan_is_last: bool) -> jax.Array:
+    """Signed integers (of at least 32 bits) in the order of the floats ``x``, every NaN at one end of them.
+
+    An all-reduce of floats may drop a NaN that the operator on one device would keep (XLA:CPU does), and with it a
+    program's own check for overflow; integers have one order everywhere.
+    """
+    limits = jnp.iinfo(f"int{8 * x.dtype.itemsize}")
+    order = _flip_negatives(lax.bitcast_convert_type(x, limits.dtype))
+    order = jnp.where(jnp.isnan(x), limits.dtype.type(limits.max if nan_is_last else limits.min), order)
+    return order.astype(jnp.promote_types(order.dtype, jnp.int32))
+
+
+def _of_order(order: jax.Array, dtype: Any) -> jax.Array:
+    """The floats that :func:`_order` made these integers of."""
+    return lax.bitcast_convert_type(_flip_negatives(order.astype(f"int{8 * dtype.itemsize}")), dtype)
+
+
+def _flip_negatives(bits: jax.Array) -> jax.Array:
+    """Between sign and magnitude, as floats have it, and two's complement; its own inverse."""
+    limits = jnp.iinfo(bits.dtype)
+    return bits ^ (bits >> (limits.bits - 1) & limits.dtype.type(limits.max))
+
+
+def _keep(_equation: Any, _site: Site, operands: list[jax.Array]) -> list[jax.Array]:
     """A placement asked for by the user is the plan's affair, which has it as a constraint; the value stays."""
     return operands
 
@@ -108,14 +136,15 @@ def _iota(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.Arra
 def _random_bits(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.Array]:
     """The piece of ``jax.random.bits`` without computing the rest, where the generator numbers its elements.
 
-    Partitionable Threefry 2x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) hashes the 64-bit
-    row-major position of each element, and 32-bit results are the exclusive or of the two words.
+    Partitionable Threefry 2x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) hashes the
+    64-bit row-major position of each element; results of up to 32 bits are the exclusive or of the two words.
     """
     (keys,) = operands
     piece, bit_width, shape = site.results[0], site.params["bit_width"], site.params["shape"]
     batch = len(piece.shape) - len(shape)
     cut = any(piece.is_cut(dim) for dim in range(batch, len(piece.shape)))
-    if not cut or jax.random.key_impl(keys) != "threefry2x32" or not jax.config.jax_threefry_partitionable:
+    numbered = jax.random.key_impl(keys) == "threefry2x32" and jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
+    if not cut or not numbered:
         return _slice_whole(equation, site, operands)
     starts = [_start(piece, dim) for dim in range(batch, len(piece.shape))]
     high, low = positions(shape, piece.local_shape[batch:], starts)
@@ -133,7 +162,7 @@ def _random_bits(equation: Any, site: Site, operands: list[jax.Array]) -> list[j
 def positions(
     shape: tuple[int, ...], local_shape: tuple[int, ...], starts: list[jax.Array | int]
 ) -> tuple[jax.Array, jax.Array]:
-    """High and low 32 bits of the row-major position in ``shape`` of each element of the piece that begins at ``starts``.
+    """High and low 32 bits of the row-major position in ``shape`` of each element of the piece beginning at ``starts``.
 
     Both are uint32 arrays that broadcast to ``local_shape``; 64-bit integers are not needed, as JAX may forbid them.
     """
@@ -167,11 +196,12 @@ def _start(piece: Piece, dim: int) -> jax.Array | int:
 def _slice_whole(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.Array]:
     """Run on whole parameters and keep the piece: for generators whose elements cannot be computed apart."""
     pieces = []
-    for result, piece in zip(_bind(equation, site, operands), site.results, strict=True):
+    for whole, piece in zip(_bind(equation, site, operands), site.results, strict=True):
+        part = whole
         for dim, extent in enumerate(piece.local_shape):
-            if result.shape[dim] != extent:
-                result = lax.dynamic_slice_in_dim(result, _start(piece, dim), extent, dim)
-        pieces.append(result)
+            if part.shape[dim] != extent:
+                part = lax.dynamic_slice_in_dim(part, _start(piece, dim), extent, dim)
+        pieces.append(part)
     return pieces
 
 
@@ -179,8 +209,10 @@ def _slice_whole(equation: Any, site: Site, operands: list[jax.Array]) -> list[j
 
 
 def _signed(index: jax.Array) -> jax.Array:
-    """As int32, or int64 if it has 64 bits, so that a shift can make it negative; huge unsigned ones become negative too,
-    which is out of bounds just as well."""
+    """As int32, or int64 if it has 64 bits, so that a shift can make it negative.
+
+    Huge unsigned ones become negative too, which is out of bounds just as well.
+    """
     return index.astype(jnp.int64 if index.dtype.itemsize == 8 else jnp.int32)
 
 
@@ -235,7 +267,7 @@ def _gather(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.Ar
 
 
 def _fill_value(dtype: Any, given: Any) -> Any:
-    """What an out-of-bounds row is filled with; the documented default is NaN, or the integer least likely to be meant."""
+    """What an out-of-bounds row is filled with; by default NaN, or the integer that is least likely to be meant."""
     if given is not None:
         return given
     if jnp.issubdtype(dtype, jnp.inexact):
@@ -245,7 +277,7 @@ def _fill_value(dtype: Any, given: Any) -> Any:
 
 
 def _scatter(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.Array]:
-    """Updates that fall into this piece; where updates are shared out (SUM), the operand enters on the first device only."""
+    """Updates that fall into this piece; where updates are shared out (SUM), the first device alone has the operand."""
     operand, indices, updates = operands
     piece, params = site.operands[0], site.params
     if site.results[0].layout.partial:
@@ -263,11 +295,12 @@ def _scatter(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.A
             index = index - piece_start(piece.layout.dims[dim], piece.local_shape[dim]).astype(index.dtype)
         columns.append(index)
     local_indices = lax.concatenate(columns, indices.ndim - 1)
-    return _bind(equation, site, [operand, local_indices, updates], mode=_MODE.FILL_OR_DROP)
+    changed = {"mode": _MODE.FILL_OR_DROP, "indices_are_sorted": False}
+    return _bind(equation, site, [operand, local_indices, updates], **changed)
 
 
 _RUN: dict[str, Callable[[Any, Site, list[jax.Array]], list[jax.Array]]] = {
-    **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"), _scatter),
+    **dict.fromkeys(SCATTERS, _scatter),
     **dict.fromkeys(("random_split", "rng_bit_generator", "rng_uniform"), _slice_whole),
     **dict.fromkeys(("sharding_constraint", "device_put"), _keep),
     "iota": _iota,

@@ -1,9 +1,9 @@
 """What becomes of an equation's parameters, and which strategies it can follow, when its arrays are cut.
 
-A strategy gives each factor *f* of an operator mesh axes A(f).  Where *f* is the major factor of a dimension of extent n,
-that dimension is cut into ∏|A(f)| equal pieces, so an operand of shape (n₀, n₁, …) becomes a local one of shape
-(n₀/p₀, n₁/p₁, …).  A parameter that repeats a shape has to follow; a parameter that names a position must lie in a
-dimension that is whole.  Both are said here in tables primitive → function of a :class:`Site`; a primitive in neither
+A strategy gives each factor *f* of an operator mesh axes A(f).  Where *f* is the major factor of a dimension of
+extent n, that dimension is cut into ∏|A(f)| equal pieces, so an operand of shape (n₀, n₁, …) becomes a local one of
+shape (n₀/p₀, n₁/p₁, …).  A parameter that repeats a shape has to follow; a parameter that names a position must lie in
+a dimension that is whole.  Both are said here in tables primitive → function of a :class:`Site`; a primitive in neither
 table runs with its own parameters.  Nothing in this file traces or computes.
 """
 
@@ -26,8 +26,10 @@ class LocalError(PlanError):
 
 @dataclass(frozen=True)
 class Piece:
-    """One operand or result: its whole shape, how it lies on the mesh, and the kind of the factor that cuts each dimension
-    (``None`` where the dimension is whole)."""
+    """One operand or result: its whole shape and how it lies on the mesh.
+
+    ``kinds`` has the kind of the factor that cuts each dimension, or ``None`` where the dimension is whole.
+    """
 
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
@@ -53,6 +55,8 @@ class Site:
 
 Place = tuple[Piece, int]
 
+SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
+
 # A factor of these kinds asks something of the primitive itself, so only these are known to grant it.
 _REDUCERS: dict[FactorKind, frozenset[str]] = {
     FactorKind.SUM: frozenset(
@@ -68,7 +72,7 @@ _REDUCERS: dict[FactorKind, frozenset[str]] = {
     FactorKind.MAX: frozenset({"reduce_max", "reduce_or", "scatter-max"}),
     FactorKind.MIN: frozenset({"reduce_min", "reduce_and", "scatter-min"}),
     FactorKind.LOOKUP: frozenset({"gather"}),
-    FactorKind.SCATTER: frozenset({"scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"}),
+    FactorKind.SCATTER: frozenset(SCATTERS),
 }
 
 
@@ -120,7 +124,7 @@ def _axes_of_kind(rule: Rule, strategy: tuple[Axes, ...], mesh: Mesh, kind: Fact
 
 
 def _check_factors(rule: Rule, strategy: tuple[Axes, ...], mesh: Mesh) -> None:
-    """Axes exist, stand in mesh order, serve one factor each, divide it, and a cut factor is major wherever it appears."""
+    """Axes exist, stand in mesh order, serve one factor each and divide it."""
     if len(strategy) != len(rule.factors):
         raise LocalError(f"the strategy has {len(strategy)} entries for {len(rule.factors)} factors")
     used: set[str] = set()
@@ -128,12 +132,13 @@ def _check_factors(rule: Rule, strategy: tuple[Axes, ...], mesh: Mesh) -> None:
         if not axes:
             continue
         if _in_mesh_order(axes, mesh) != axes or used & set(axes):
-            raise LocalError(f"factor {index} is given axes {axes}: each axis of {mesh} may be used once, in mesh order")
+            raise LocalError(f"factor {index} has axes {axes}, but each axis of {mesh} may be used once, in mesh order")
         used |= set(axes)
         if factor.kind is FactorKind.BLOCKED:
             raise LocalError(f"factor {index} is blocked, but cut by {axes}")
         if factor.size % mesh.axis_size(*axes):
-            raise LocalError(f"factor {index} of size {factor.size} is not a multiple of {mesh.axis_size(*axes)} ({axes})")
+            pieces = mesh.axis_size(*axes)
+            raise LocalError(f"factor {index} of size {factor.size} is not a multiple of {pieces}, the size of {axes}")
         _check_appearance(index, rule)
 
 
@@ -142,7 +147,7 @@ def _check_appearance(index: int, rule: Rule) -> None:
     kind = rule.factors[index].kind
     for factors in (factors for dims in (*rule.operands, *rule.results) for factors in dims):
         if index in factors and index != _major(factors, rule):
-            raise LocalError(f"factor {index} is cut, but is not the major factor of a dimension with factors {factors}")
+            raise LocalError(f"factor {index} is cut, but not the major factor of a dimension with factors {factors}")
     carried = any(index in factors for dims in rule.results for factors in dims)
     kept = kind in (FactorKind.PARALLEL, FactorKind.SCATTER)
     if kept != carried:
@@ -217,7 +222,7 @@ def _gather_slices(site: Site) -> dict[str, Any]:
 
 
 def _repeats(site: Site) -> dict[str, Any]:
-    """The number of repeats is the major factor of a dimension of the result, so it is the repeats that are shared out."""
+    """The number of repeats is the major factor of a dimension of the result: it is the repeats that are shared out."""
     extents = zip(site.operands[0].local_shape, site.results[0].local_shape, strict=True)
     return {"reps": tuple(after // before for before, after in extents)}
 
@@ -260,7 +265,7 @@ _PARAMS: dict[str, Callable[[Site], dict[str, Any]]] = {
 # --- dimensions that have to be whole -------------------------------------------------------------------------------
 
 
-def _nothing(site: Site) -> Iterator[Place]:
+def _nothing(_site: Site) -> Iterator[Place]:
     return iter(())
 
 
@@ -398,19 +403,13 @@ def _ragged(site: Site) -> Iterator[Place]:
             yield piece, dim
 
 
-_SCATTERS = dict.fromkeys(sorted(_REDUCERS[FactorKind.SCATTER]), _scattered)
-_MATRICES = dict.fromkeys(
-    ("cholesky", "eig", "eigh", "hessenberg", "householder_product", "lu", "qr", "schur", "svd", "triangular_solve"),
-    _last(2),
-)
-
 _WHOLE: dict[str, Callable[[Site], Iterator[Place]]] = {
-    **_SCATTERS,
-    **_MATRICES,
+    **dict.fromkeys(SCATTERS, _scattered),
+    **dict.fromkeys(("cholesky", "eig", "eigh", "hessenberg", "householder_product", "lu"), _last(2)),
+    **dict.fromkeys(("qr", "schur", "svd", "triangular_solve"), _last(2)),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _param("axis")),
-    **dict.fromkeys(("split", "unstack", "top_k"), _param("axis")),
-    **dict.fromkeys(("argmax", "argmin", "reduce_prod", "reduce_xor"), _param("axes")),
-    **dict.fromkeys(("reduce", "rev"), _param("dimensions")),
+    **dict.fromkeys(("split", "top_k"), _param("axis")),
+    "rev": _param("dimensions"),
     **dict.fromkeys(("sort", "concatenate"), _param("dimension")),
     **dict.fromkeys(
         ("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"),

@@ -11,7 +11,7 @@ The list is all that the price, the memory and the execution of a stage depend o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar import _compat
@@ -88,16 +88,24 @@ class SpmdProgram:
                         yield inner, trips * self.graph.trips
 
 
-def lower(graph: Graph, stage: Stage, state_pairs: tuple[tuple[int, int], ...]) -> SpmdProgram:
-    """The steps of a whole program under a stage's plan; state outputs return to the layouts of their inputs."""
+def lower(graph: Graph, stage: Stage, out_layouts: Sequence[Layout]) -> SpmdProgram:
+    """The steps of a whole program under a stage's plan, leaving its outputs in the given layouts."""
     values = {value.id: value for value in graph.all_values()}
-    wanted: list[Layout | None] = [
-        None if value is None else stage.home(values[value].id, len(values[value].shape)) for value in graph.outputs
-    ]
-    for source, output in state_pairs:
-        value = values[graph.inputs[source]]
-        wanted[output] = stage.home(value.id, len(value.shape))
+    wanted = [None if value is None else layout for value, layout in zip(graph.outputs, out_layouts, strict=True)]
     return _Lowering(values, stage).level(graph, wanted)
+
+
+def output_layouts(graph: Graph, stage: Stage, state_pairs: tuple[tuple[int, int], ...]) -> tuple[Layout, ...]:
+    """Where a step leaves its outputs: state returns to the layouts of its inputs, the rest stays at home."""
+    values = {value.id: value for value in graph.all_values()}
+
+    def home(value: int | None) -> Layout:
+        return Layout(()) if value is None else stage.home(value, len(values[value].shape))
+
+    layouts = [home(value) for value in graph.outputs]
+    for source, output in state_pairs:
+        layouts[output] = home(graph.inputs[source])
+    return tuple(layouts)
 
 
 class _Lowering:
@@ -110,7 +118,7 @@ class _Lowering:
     def home(self, value: int) -> Layout:
         return self._stage.home(value, len(self._values[value].shape))
 
-    def level(self, graph: Graph, wanted: list[Layout | None]) -> SpmdProgram:
+    def level(self, graph: Graph, wanted: Sequence[Layout | None]) -> SpmdProgram:
         level = _Level(self._values, self._stage, graph)
         for operator in graph.operators:
             if operator.bodies:

@@ -25,7 +25,7 @@ from flax.training import train_state
 Batch = dict[str, jax.Array]  # "tokens" and "targets", each int32[batch, sequence]
 Metrics = dict[str, jax.Array]  # scalars
 
-INIT_STDDEV = 0.02  # of every weight matrix (GPT-2)
+EMBEDDING_STDDEV = 0.02  # at the start (GPT-2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +100,10 @@ class CausalSelfAttention(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         cfg = self.config
         types = {"dtype": cfg.dtype, "param_dtype": cfg.param_dtype}
-        kernel_init = nn.initializers.normal(INIT_STDDEV)
         heads = (cfg.heads, cfg.head_dim)
-        query = nn.DenseGeneral(heads, kernel_init=kernel_init, name="query", **types)(x)
-        key = nn.DenseGeneral(heads, kernel_init=kernel_init, name="key", **types)(x)
-        value = nn.DenseGeneral(heads, kernel_init=kernel_init, name="value", **types)(x)
+        query = nn.DenseGeneral(heads, name="query", **types)(x)
+        key = nn.DenseGeneral(heads, name="key", **types)(x)
+        value = nn.DenseGeneral(heads, name="value", **types)(x)
 
         scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / math.sqrt(cfg.head_dim)
         scores = at_least_float32(scores)
@@ -125,7 +124,7 @@ class MLP(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         cfg = self.config
         types = {"dtype": cfg.dtype, "param_dtype": cfg.param_dtype}
-        x = nn.Dense(cfg.mlp_ratio * cfg.hidden, kernel_init=nn.initializers.normal(INIT_STDDEV), name="up", **types)(x)
+        x = nn.Dense(cfg.mlp_ratio * cfg.hidden, name="up", **types)(x)
         return nn.Dense(cfg.hidden, kernel_init=residual_init(cfg), name="down", **types)(nn.gelu(x))
 
 
@@ -154,7 +153,7 @@ class GPT(nn.Module):
     def __call__(self, tokens: jax.Array, deterministic: bool = True) -> jax.Array:
         cfg = self.config
         types = {"dtype": cfg.dtype, "param_dtype": cfg.param_dtype}
-        init = nn.initializers.normal(INIT_STDDEV)
+        init = nn.initializers.normal(EMBEDDING_STDDEV)
         embed = nn.Embed(cfg.vocab_size, cfg.hidden, embedding_init=init, name="embed", **types)
         position = self.param("position", init, (cfg.sequence, cfg.hidden), cfg.param_dtype)
         x = embed(tokens) + position[: tokens.shape[1]].astype(cfg.dtype)
@@ -177,7 +176,7 @@ class GPT(nn.Module):
         x = nn.LayerNorm(epsilon=1e-5, name="final_norm", **types)(x)
         if cfg.tie_embeddings:
             return embed.attend(x)
-        return nn.Dense(cfg.vocab_size, use_bias=False, kernel_init=init, name="head", **types)(x)
+        return nn.Dense(cfg.vocab_size, use_bias=False, name="head", **types)(x)
 
 
 def at_least_float32(x: jax.Array) -> jax.Array:
@@ -186,8 +185,8 @@ def at_least_float32(x: jax.Array) -> jax.Array:
 
 
 def residual_init(config: GPTConfig) -> nn.initializers.Initializer:
-    """The two branches of each layer add up in x; scaled down so that its variance does not grow with depth (GPT-2)."""
-    return nn.initializers.normal(INIT_STDDEV / math.sqrt(2 * config.layers))
+    """The branches, two per layer, add up in x: scaled down so that its variance does not grow with depth (GPT-2)."""
+    return nn.initializers.variance_scaling(1 / (2 * config.layers), "fan_in", "normal")
 
 
 def learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:

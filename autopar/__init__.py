@@ -1,0 +1,20 @@
+"""autopar: parallelize an ordinary JAX train step over a cluster, by a plan that is found and explained."""
+
+from autopar.api import Compiled, Parallelized, parallelize
+from autopar.cluster import Cluster
+from autopar.errors import AutoparError, ClusterError, PlanError, TraceError
+from autopar.plan import Plan
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AutoparError",
+    "Cluster",
+    "ClusterError",
+    "Compiled",
+    "Parallelized",
+    "Plan",
+    "PlanError",
+    "TraceError",
+    "parallelize",
+]

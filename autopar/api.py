@@ -1,0 +1,336 @@
+"""What the user calls: :func:`parallelize`, and the step that it returns."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, overload
+
+import jax
+from jax import tree_util
+from jax.sharding import PartitionSpec
+
+from autopar.cluster import Cluster
+from autopar.errors import PlanError, TraceError
+from autopar.graph.roles import infer_roles
+from autopar.graph.tracing import Call, TracedProgram, flatten_call, trace
+from autopar.intra_op.search import Found
+from autopar.methods import Method
+from autopar.plan import Plan
+from autopar.planning import Demands, Subjected, make_plan, subject_of
+from autopar.progress import Progress
+from autopar.runtime.executor import Executor
+from autopar.schedule.spmd import SpmdProgram, lower
+from autopar.transfer import adapt_stage
+
+ArgumentNames = int | str | Iterable[int | str] | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """What :func:`parallelize` was told."""
+
+    demands: Demands = field(default_factory=Demands)
+    cluster: Cluster | None = None
+    static_argnums: int | Iterable[int] = ()
+    static_argnames: str | Iterable[str] = ()
+    batch_argnums: ArgumentNames = None
+    state_argnums: ArgumentNames = None
+
+
+class Compiled:
+    """One step compiled for one plan (what ``train_step.compile(...)`` returns); call it like the function itself."""
+
+    def __init__(self, subject: Subjected, plan: Plan, program: SpmdProgram, executor: Executor) -> None:
+        self.plan = plan
+        self.program = program
+        self.subject = subject
+        self.executor = executor
+        self.step_seconds: list[float] = []
+
+    def as_text(self) -> str:
+        """The optimized HLO of the executable."""
+        return self.executor.as_text()
+
+    def memory_analysis(self) -> Any:
+        """XLA's account of the bytes on one device (``argument + output − alias + temp`` is what a step needs)."""
+        return self.executor.memory_analysis()
+
+    def run(self, leaves: list[Any]) -> Any:
+        """Run on flat leaves; returns the function's result."""
+        started = time.perf_counter()
+        out = self.executor([*leaves, *self.subject.program.hidden])
+        if len(self.step_seconds) < MEASURED_STEPS:
+            # The first steps are timed to hold the prediction against; after that nothing waits for the devices.
+            jax.block_until_ready(out)
+            self.step_seconds.append(time.perf_counter() - started)
+        return tree_util.tree_unflatten(self.subject.program.out_tree, out)
+
+
+MEASURED_STEPS = 8
+"""So many first steps of an executable are waited for and timed."""
+
+
+class Parallelized:
+    """A function of pytrees that runs in parallel by a plan.  Made by :func:`parallelize`."""
+
+    def __init__(self, function: Callable[..., Any], options: Options) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._options = options
+        self._subjects: dict[Hashable, Subjected] = {}
+        self._compiled: dict[Hashable, Compiled] = {}
+        self._planned: dict[Hashable, tuple[Plan, Found | None]] = {}
+        self._in_use: Plan | None = None
+        self._last: Compiled | None = None
+
+    # ------------------------------------------------------------------------------------------------------- calling
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step; the first call with new shapes traces, plans and compiles."""
+        call = self._flatten(args, kwargs)
+        self._refuse_tracers(call)
+        key = _key_of(call)
+        if (compiled := self._compiled.get(key)) is None:
+            compiled = self._compiled[key] = self._compile(args, kwargs, key, self.cluster, None)
+        self._last = compiled
+        return compiled.run(list(call.leaves))
+
+    def plan(self, *args: Any, cluster: Cluster | None = None, method: str | Method | None = None, **kwargs: Any) -> Plan:
+        """The plan for these arguments (``jax.ShapeDtypeStruct`` leaves suffice); nothing is compiled."""
+        return self._plan(args, kwargs, cluster or self.cluster, self._demands(method))[1]
+
+    def compile(
+        self, *args: Any, cluster: Cluster | None = None, method: str | Method | None = None, **kwargs: Any
+    ) -> Compiled:
+        """The compiled step for these arguments (shapes suffice) on the devices of this process."""
+        call = self._flatten(args, kwargs)
+        return self._compile(args, kwargs, _key_of(call), cluster or self.cluster, method)
+
+    def use(self, plan: Plan) -> None:
+        """Run by this plan from now on; it is held against the function at the next call."""
+        if plan.jax_version != jax.__version__:
+            raise PlanError(
+                f"the plan was made with jax {plan.jax_version} and this is jax {jax.__version__}, whose programs differ; "
+                "plan again with this version"
+            )
+        self._in_use = plan
+        self._compiled.clear()
+
+    def init(self, init_fn: Callable[[], Any], *rest: Any, **kwargs: Any) -> Any:
+        """The first state, born in the plan's layouts: no device ever holds the whole of it.
+
+        ``init_fn`` takes no arguments and is traced once; ``rest`` are the step's other arguments (shapes suffice).
+        """
+        traced = trace(init_fn, (), {})
+        leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.out_avals]
+        shapes = tree_util.tree_unflatten(traced.out_tree, leaves)
+        subject, plan, _ = self._plan((shapes, *rest), kwargs, self.cluster, self._options.demands)
+        place = subject.program.in_tree.num_leaves
+        if len(leaves) > place:
+            raise TraceError("init_fn returns more leaves than the step takes arguments; pass the step's other arguments")
+        layouts = plan.in_layouts[: len(leaves)]
+        with self._progress() as progress:
+            progress.say("compiling the initialiser")
+            return _born_sharded(traced, layouts, plan, self.cluster)
+
+    # ----------------------------------------------------------------------------------------------------- inspecting
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster that is planned for unless a call says otherwise."""
+        return self._options.cluster or Cluster.local()
+
+    @property
+    def last(self) -> Compiled | None:
+        """What the last call ran."""
+        return self._last
+
+    def records(
+        self, *args: Any, cluster: Cluster | None = None, method: str | Method | None = None, **kwargs: Any
+    ) -> tuple[Subjected, Plan, Found | None]:
+        """Subject, plan and the planner's own records, for the explanation."""
+        return self._plan(args, kwargs, cluster or self.cluster, self._demands(method))
+
+    @property
+    def demands(self) -> Demands:
+        """What the user asked of every plan."""
+        return self._options.demands
+
+    # -------------------------------------------------------------------------------------------------------- planning
+
+    def _demands(self, method: str | Method | None) -> Demands:
+        return self._options.demands if method is None else replace(self._options.demands, method=method)
+
+    def _progress(self) -> Progress:
+        return Progress(self.__name__)
+
+    def _flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        options = self._options
+        return flatten_call(
+            self._function, args, kwargs, static_argnums=options.static_argnums, static_argnames=options.static_argnames
+        )
+
+    def _refuse_tracers(self, call: Call) -> None:
+        traced = next((path for leaf, path in zip(call.leaves, call.paths, strict=True) if isinstance(leaf, jax.core.Tracer)), None)
+        if traced is not None:
+            raise TraceError(
+                f"{self.__name__} is a whole program over a cluster and cannot run inside jit, grad or vmap ({traced} is a "
+                "tracer). Apply the transformation inside the function that you give to autopar.parallelize."
+            )
+
+    def _subject(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], platform: str) -> Subjected:
+        key = (_key_of(self._flatten(args, kwargs)), platform)
+        if key not in self._subjects:
+            options = self._options
+            program = trace(
+                self._function, args, kwargs, static_argnums=options.static_argnums, static_argnames=options.static_argnames
+            )
+            roles = infer_roles(program, batch_argnums=options.batch_argnums, state_argnums=options.state_argnums)
+            self._subjects[key] = subject_of(program, roles, platform)
+        return self._subjects[key]
+
+    def _plan(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], cluster: Cluster, demands: Demands
+    ) -> tuple[Subjected, Plan, Found | None]:
+        with self._progress() as progress:
+            progress.say("tracing")
+            subject = self._subject(args, kwargs, cluster.device.platform.value)
+            key = (subject.fingerprint, cluster, _hashable(demands))
+            if key not in self._planned:
+                progress.say("planning")
+                self._planned[key] = self._reused(subject, cluster, demands) or make_plan(
+                    subject, cluster, demands, progress.say
+                )
+        plan, found = self._planned[key]
+        return subject, plan, found
+
+    def _reused(self, subject: Subjected, cluster: Cluster, demands: Demands) -> tuple[Plan, None] | None:
+        """An earlier plan of the same program with other sizes, if its layouts still divide."""
+        for (_, known_cluster, known_demands), (plan, _) in self._planned.items():
+            if known_cluster == cluster and known_demands == _hashable(demands):
+                adapted = adapt_stage(plan, subject, cluster, demands)
+                if adapted is not None:
+                    return adapted, None
+        return None
+
+    def _compile(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        key: Hashable,
+        cluster: Cluster,
+        method: str | Method | None,
+    ) -> Compiled:
+        if self._in_use is not None and method is None:
+            subject = self._subject(args, kwargs, cluster.device.platform.value)
+            plan = self._in_use
+            _check_fits(plan, subject, cluster)
+        else:
+            subject, plan, _ = self._plan(args, kwargs, cluster, self._demands(method))
+        with self._progress() as progress:
+            progress.say(f"compiling for mesh {plan.mesh}")
+            program = lower(subject.graph, plan.stages[0], plan.out_layouts)
+            donated = subject.donated if self._options.demands.donate_state else frozenset()
+            executor = Executor(program, subject.program.in_avals, donated, jax.devices())
+        return Compiled(subject, plan, program, executor)
+
+
+def _check_fits(plan: Plan, subject: Subjected, cluster: Cluster) -> None:
+    if plan.num_devices != cluster.num_devices:
+        raise PlanError(
+            f"the plan is for {plan.num_devices} devices of {plan.cluster}, and {cluster.name} has {cluster.num_devices}; "
+            "plan again for this cluster"
+        )
+    if plan.fingerprint != subject.fingerprint:
+        ours, theirs = set(subject.program.in_paths), set(plan.in_paths)
+        odd = sorted(ours ^ theirs)[:3]
+        where = f"they differ in the arguments {', '.join(odd)}" if odd else "the same arguments, but another computation"
+        raise PlanError(f"the plan was made for another program ({where}); plan again for this one")
+
+
+def _born_sharded(traced: TracedProgram, layouts: tuple[Any, ...], plan: Plan, cluster: Cluster) -> Any:
+    """Run an initialiser as a program of its own whose outputs lie as the plan says."""
+    from autopar.graph.roles import Role, Roles
+    from autopar.intra_op.initial import plan_initialiser
+
+    subject = subject_of(traced, Roles((Role.HIDDEN,) * len(traced.in_keys), (), None), cluster.device.platform.value)
+    program = plan_initialiser(subject.graph, plan.mesh, cluster, layouts)
+    executor = Executor(program, traced.in_avals, frozenset(), jax.devices())
+    return tree_util.tree_unflatten(traced.out_tree, executor(list(traced.hidden)))
+
+
+def _key_of(call: Call) -> Hashable:
+    """Paths, shapes and dtypes of the leaves and the static arguments: what a plan depends on, never treedefs."""
+    leaves = tuple(
+        (path, jax.typeof(leaf).str_short() if hasattr(leaf, "dtype") else type(leaf).__name__)
+        for path, leaf in zip(call.paths, call.leaves, strict=True)
+    )
+    return leaves, call.static
+
+
+def _hashable(demands: Demands) -> Hashable:
+    constraints = tuple((pattern, str(spec)) for pattern, spec in demands.constraints.items())
+    return (demands.method, demands.memory_per_device, demands.mesh_shape, constraints, demands.donate_state)
+
+
+@overload
+def parallelize(function: Callable[..., Any], /) -> Parallelized: ...
+
+
+@overload
+def parallelize(
+    *,
+    method: str | Method = "auto",
+    cluster: Cluster | None = None,
+    memory_per_device: float | None = None,
+    mesh_shape: tuple[int, ...] | None = None,
+    constraints: Mapping[str, PartitionSpec] | None = None,
+    static_argnums: int | Iterable[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    batch_argnums: ArgumentNames = None,
+    state_argnums: ArgumentNames = None,
+    donate_argnums: str | tuple[int, ...] = "auto",
+    solver_seconds: float = 60.0,
+) -> Callable[[Callable[..., Any]], Parallelized]: ...
+
+
+def parallelize(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
+    """Run a function of pytrees – a train step – in parallel, by a plan that is found for it.
+
+    Use it bare (``@autopar.parallelize``) or with keyword options:
+
+    * ``method``: ``"auto"``, ``"intra_op"``, or a plan that an expert would write: ``"data_parallel"``, ``"zero2"``,
+      ``"zero3"``, ``"tensor_parallel"``; or an object of :mod:`autopar.methods`.
+    * ``cluster``: the hardware; default ``Cluster.local()``.
+    * ``memory_per_device``: bytes that one device may hold; default what the cluster says.
+    * ``mesh_shape``: sizes of the logical mesh axes (``"data"``, ``"model"``, ``"extra"``); default all are tried.
+    * ``constraints``: ``{"**/kernel": P(None, "model")}``, path patterns over the arguments' leaves.
+    * ``static_argnums``, ``static_argnames``: as in ``jax.jit``.
+    * ``batch_argnums``, ``state_argnums``: arguments (numbers or names) that are batch or state; default inferred.
+    * ``donate_argnums``: ``"auto"`` donates the state, ``()`` nothing.
+    * ``solver_seconds``: time limit of one integer program; the best solution found then is used, with its gap.
+    """
+    if function is None:
+        return lambda decorated: parallelize(decorated, **options)
+    if isinstance(function, Parallelized):
+        return function
+    return Parallelized(function, _read_options(options)) if options else Parallelized(function, Options())
+
+
+def _read_options(given: dict[str, Any]) -> Options:
+    known = ("method", "memory_per_device", "mesh_shape", "constraints", "solver_seconds")
+    others = ("cluster", "static_argnums", "static_argnames", "batch_argnums", "state_argnums")
+    unknown = [name for name in given if name not in (*known, *others, "donate_argnums")]
+    if unknown:
+        raise TypeError(f"parallelize() got unknown options {unknown}; known are {sorted((*known, *others, 'donate_argnums'))}")
+    demands = {name: given[name] for name in known if given.get(name) is not None}
+    donate = given.get("donate_argnums", "auto")
+    if donate not in ("auto", ()):
+        raise PlanError('donate_argnums is "auto" (the state is donated) or () (nothing is); other arguments stay yours')
+    return Options(
+        demands=Demands(**demands, donate_state=donate == "auto"),
+        **{name: given[name] for name in others if name in given},
+    )

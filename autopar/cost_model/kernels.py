@@ -1,0 +1,57 @@
+"""What one operator costs on one device under a strategy: its share of the FLOPs, the bytes it moves, the seconds.
+
+An axis that cuts a factor divides the work by its size; an axis that cuts nothing saves nothing.  The bytes are those
+of the local shards that the fusion model says are really read or written, and never more than the operator's own share
+of what it touches (slices, gathers and scatters touch less than the arrays they are given).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autopar.cluster import Cluster, Mesh
+from autopar.cost_model.roofline import operator_seconds
+from autopar.graph.ir import Operator, Value
+from autopar.plan import Strategy
+from autopar.schedule.reshard import local_shape
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An operator with its arrays; ``reads`` and ``writes`` are the operand and result positions that touch memory."""
+
+    operator: Operator
+    operands: tuple[Value | None, ...]
+    results: tuple[Value, ...]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class KernelCost:
+    """One run on one device."""
+
+    flops: float
+    bytes_moved: float
+    seconds: float
+
+
+def kernel_cost(kernel: Kernel, strategy: Strategy, mesh: Mesh, cluster: Cluster) -> KernelCost:
+    """The cost of one run of a kernel on one device, by roofline."""
+    operator = kernel.operator
+    pieces = mesh.axis_size(*(axis for axes in strategy.factors for axis in axes))
+    traffic = 0.0
+    for position in kernel.reads:
+        value = kernel.operands[position]
+        assert value is not None
+        layout = strategy.operand(operator.rule, position, mesh)
+        traffic += value.itemsize_bytes * math.prod(local_shape(value.shape, layout, mesh))
+    for position in kernel.writes:
+        value = kernel.results[position]
+        layout = strategy.result(operator.rule, position, mesh)
+        traffic += value.itemsize_bytes * math.prod(local_shape(value.shape, layout, mesh))
+    traffic = min(traffic, operator.bytes_moved / pieces)
+    flops = operator.flops / pieces
+    dtype = kernel.results[0].dtype if kernel.results else "float32"
+    return KernelCost(flops, traffic, operator_seconds(flops, traffic, dtype, cluster))

@@ -1,0 +1,122 @@
+"""What a step will cost: the steps of an SPMD program priced one by one, nothing compiled.
+
+    step seconds = Σ runs (roofline of one device's share) + Σ collectives (α-β over the links that they cross)
+
+Nothing overlaps in this sum: inside one executable on CPU nothing does, and elsewhere it is an upper bound.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autopar.cluster import Cluster, Mesh
+from autopar.cost_model.collectives import Collective, collective_seconds, wire_bytes
+from autopar.cost_model.kernels import Kernel, kernel_cost
+from autopar.cost_model.reshard import COLLECTIVE_OF_MOVE, collective_bytes, move_seconds
+from autopar.graph.fusion import Fusion
+from autopar.graph.ir import Operator, Phase
+from autopar.plan import CollectiveUse, Memory, Prediction
+from autopar.schedule.reshard import after_move, local_shape
+from autopar.schedule.spmd import Reshard, Run, SpmdProgram
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """Cost of one operator in a step, on one device (all its trips)."""
+
+    operator: Operator
+    flops: float
+    bytes_moved: float
+    seconds: float
+
+
+def predict(program: SpmdProgram, fusion: Fusion, cluster: Cluster, memory: Memory) -> Prediction:
+    """Price a program; ``memory`` is what :mod:`autopar.cost_model.memory` says of it."""
+    runs = run_costs(program, fusion, cluster)
+    collectives = tuple(collectives_of(program, cluster))
+    communication = sum(use.seconds for use in collectives)
+    return Prediction(
+        compute_seconds=sum(run.seconds for run in runs),
+        communication_seconds=communication,
+        update_seconds=sum(run.seconds for run in runs if run.operator.phase is Phase.UPDATE),
+        flops=sum(run.flops for run in runs),
+        bytes_moved=sum(run.bytes_moved for run in runs),
+        collectives=collectives,
+        memory=memory,
+    )
+
+
+def run_costs(program: SpmdProgram, fusion: Fusion, cluster: Cluster) -> list[RunCost]:
+    """The price of every operator that is no loop itself."""
+    found = []
+    for step, trips in program.all_steps():
+        if isinstance(step, Run) and not step.bodies:
+            operator = step.operator
+            kernel = Kernel(
+                operator,
+                tuple(None if value is None else program.values[value] for value in operator.operands),
+                tuple(program.values[value] for value in operator.results),
+                fusion.reads[operator.id],
+                fusion.writes(operator),
+            )
+            cost = kernel_cost(kernel, step.strategy, program.mesh, cluster)
+            found.append(RunCost(operator, cost.flops * trips, cost.bytes_moved * trips, cost.seconds * trips))
+    return found
+
+
+def collectives_of(program: SpmdProgram, cluster: Cluster) -> list[CollectiveUse]:
+    """Every collective of a step, in program order."""
+    found = []
+    mesh = program.mesh
+    for step, trips in program.all_steps():
+        if isinstance(step, Run):
+            found.extend(_extremes(step, program, cluster, trips))
+            continue
+        value = program.values[step.source.value]
+        layout = step.source.layout
+        for move in step.moves:
+            if (kind := COLLECTIVE_OF_MOVE.get(move.kind)) is not None:
+                full = collective_bytes(move, layout, value.size_bytes, mesh)
+                seconds = move_seconds(move, layout, value.size_bytes, mesh, cluster)
+                found.append(_use(kind, move.axes, full, seconds, trips, step, mesh))
+            layout = after_move(layout, move, mesh)
+    return found
+
+
+def _use(
+    kind: Collective, axes: tuple[str, ...], full: float, seconds: float, trips: int, step: Reshard, mesh: Mesh
+) -> CollectiveUse:
+    cause = step.cause
+    return CollectiveUse(
+        kind=kind.value,
+        axes=axes,
+        full_bytes=full,
+        count=trips,
+        wire_bytes=wire_bytes(kind, full, mesh.axis_size(*axes)) * trips,
+        seconds=seconds * trips,
+        phase=(cause.phase if cause else Phase.UPDATE).value,
+        value=step.source.value,
+        origin=f"{cause.primitive} at {cause.source}" if cause else "result of the step",
+    )
+
+
+def _extremes(step: Run, program: SpmdProgram, cluster: Cluster, trips: int) -> list[CollectiveUse]:
+    """All-reduces by max or min that belong to an operator itself."""
+    mesh = program.mesh
+    if not (axes := step.extreme_axes(mesh)):
+        return []
+    found = []
+    for buffer in step.results:
+        value = program.values[buffer.value]
+        full = value.itemsize_bytes * math.prod(local_shape(value.shape, buffer.layout, mesh))
+        seconds = collective_seconds(Collective.ALL_REDUCE, full, axes, mesh, cluster)
+        wire = wire_bytes(Collective.ALL_REDUCE, full, mesh.axis_size(*axes))
+        origin = f"{step.operator.primitive} at {step.operator.source}"
+        found.append(
+            CollectiveUse(
+                Collective.ALL_REDUCE.value, axes, full, trips, wire * trips, seconds * trips,
+                step.operator.phase.value, buffer.value, origin,
+            )
+        )
+    return found

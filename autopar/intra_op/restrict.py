@@ -1,0 +1,87 @@
+"""What a planner may not choose: restrictions on the layouts of values, by hand-made methods and by users.
+
+A :class:`Restriction` is said in terms of values.  A node takes the strictest word of any of its members; copies have
+words of their own, because a parameter that rests in pieces may well be used whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+
+from autopar.cluster import Mesh
+from autopar.errors import PlanError
+from autopar.intra_op.problem import Problem, ValueNode
+from autopar.plan import Axes, Layout
+from autopar.schedule.reshard import divides, layouts_of
+
+Reach = Mapping[int, frozenset[int]]
+"""Value id → the dimensions that an axis may cut."""
+
+
+@dataclass(frozen=True)
+class Restriction:
+    """``pinned``: value → its only layout.  ``reach``: axis → value → dimensions that this axis may cut; where it is
+    given, every other value is whole along the axis.  ``pinned_copies``: value → the only layout of its copy.
+    """
+
+    pinned: Mapping[int, Layout] = field(default_factory=dict)
+    pinned_copies: Mapping[int, Layout] = field(default_factory=dict)
+    reach: Mapping[str, Reach] | None = None
+    names: Mapping[int, str] = field(default_factory=dict)
+    """Paths of values, for messages."""
+
+    def of_nodes(self, problem: Problem, mesh: Mesh) -> dict[int, frozenset[Layout]]:
+        """Node index → the layouts that are left to it (only nodes that are restricted).
+
+        Raises :class:`~autopar.errors.PlanError` when two demands on one node collide.
+        """
+        found: dict[int, frozenset[Layout]] = {}
+        copies = {node: value for value, node in problem.copy_of_value.items()}
+        for index, node in enumerate(problem.nodes):
+            if not isinstance(node, ValueNode):
+                continue
+            members = node.members or [copies[index]]
+            pins = self.pinned_copies if index in copies else self.pinned
+            pinned = {value: pins[value] for value in members if value in pins}
+            if pinned:
+                found[index] = self._agreed(pinned, node, mesh)
+            elif self.reach is not None:
+                found[index] = frozenset(self._reachable(members, node, mesh))
+        return found
+
+    def _agreed(self, pinned: dict[int, Layout], node: ValueNode, mesh: Mesh) -> frozenset[Layout]:
+        layouts = set(pinned.values())
+        if len(layouts) > 1:
+            said = ", ".join(f"{self.names.get(v, f'value {v}')} as {layout}" for v, layout in pinned.items())
+            raise PlanError(f"constraints collide: arrays that must share one sharding are demanded as {said}")
+        (layout,) = layouts
+        if not divides(node.shape, layout, mesh):
+            name = self.names.get(next(iter(pinned)), "a value")
+            raise PlanError(
+                f"the constraint {layout} on {name} cannot be met: shape {node.shape} does not divide over mesh {mesh}"
+            )
+        return frozenset(layouts)
+
+    def _reachable(self, members: list[int], node: ValueNode, mesh: Mesh) -> list[Layout]:
+        assert self.reach is not None
+        allowed = {
+            axis: frozenset().union(*(reach.get(value, frozenset()) for value in members))
+            for axis, reach in self.reach.items()
+        }
+
+        def fits(layout: Layout) -> bool:
+            return all(
+                axis not in allowed or dim in allowed[axis] for dim, axes in enumerate(layout.dims) for axis in axes
+            )
+
+        return [layout for layout in layouts_of(node.shape, mesh, partial=node.may_be_partial) if fits(layout)]
+
+
+def demand_keys(allowed: Mapping[int, frozenset[Layout]]) -> dict[int, Hashable]:
+    """What keeps nodes with unlike demands in different classes."""
+    return {node: tuple(sorted(map(_sort_key, layouts))) for node, layouts in allowed.items()}
+
+
+def _sort_key(layout: Layout) -> tuple[tuple[Axes, ...], Axes]:
+    return layout.dims, layout.partial

@@ -1,0 +1,191 @@
+"""One door to all planners: from a traced program and the user's demands to a Plan.
+
+This is where the demands of the API (method, cluster, memory, mesh, constraints) become a task for a planner, and the
+planner's answer becomes a Plan with paths and predictions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from autopar.cluster import Cluster, Mesh
+from autopar.errors import PlanError
+from autopar.graph.build import build_graph
+from autopar.graph.fingerprint import fingerprint
+from autopar.graph.ir import Graph
+from autopar.graph.roles import Role, Roles
+from autopar.graph.tracing import TracedProgram
+from autopar.intra_op.restrict import Restriction
+from autopar.intra_op.search import Found, Task, search
+from autopar.methods import IntraOp, Method, Subject, method_of, mesh_of
+from autopar.plan import Layout, Plan
+from autopar.schedule.spmd import output_layouts
+
+
+@dataclass(frozen=True)
+class Demands:
+    """What the user asks of a plan (see :func:`autopar.parallelize`)."""
+
+    method: str | Method = "auto"
+    memory_per_device: float | None = None
+    mesh_shape: tuple[int, ...] | None = None
+    constraints: Mapping[str, PartitionSpec] = field(default_factory=dict)
+    solver_seconds: float = 60.0
+    donate_state: bool = True
+
+
+@dataclass(frozen=True)
+class Subjected:
+    """A traced program with its roles and its graph for one platform: what all planners of it share."""
+
+    program: TracedProgram
+    roles: Roles
+    graph: Graph
+    fingerprint: str
+
+    @property
+    def donated(self) -> frozenset[int]:
+        """Positions of the state leaves."""
+        return frozenset(self.roles.leaves(Role.STATE))
+
+    @property
+    def names(self) -> dict[int, str]:
+        """Paths of the input values."""
+        return dict(zip(self.graph.inputs, self.program.in_paths, strict=True))
+
+
+def subject_of(program: TracedProgram, roles: Roles, platform: str) -> Subjected:
+    """Build the graph and the fingerprint of a traced program."""
+    return Subjected(program, roles, build_graph(program.jaxpr, platform=platform), fingerprint(program))
+
+
+def make_plan(
+    subject: Subjected,
+    cluster: Cluster,
+    demands: Demands,
+    report_progress: Callable[[str], None] = lambda message: None,
+) -> tuple[Plan, Found]:
+    """The plan of a program on a cluster, and the planner's own records (for the explanation).
+
+    Raises :class:`~autopar.errors.PlanError` when a demand cannot be met.
+    """
+    method = method_of(demands.method)
+    meshes = method.meshes(cluster)
+    if demands.mesh_shape is not None:
+        wanted = mesh_of(demands.mesh_shape, cluster)
+        meshes = (wanted,) if isinstance(method, IntraOp) else tuple(m for m in meshes if m.axis_sizes == wanted.axis_sizes)
+        if not meshes:
+            raise PlanError(f"method={method.name!r} cannot use mesh_shape={demands.mesh_shape}; leave one of them out")
+    state = subject.roles.leaves(Role.STATE)
+    view = Subject(subject.graph, state, subject.roles.leaves(Role.BATCH))
+    donated = subject.donated if demands.donate_state else frozenset()
+    meshes = _meshes_with_names(meshes, demands.constraints)
+    task = Task(
+        graph=subject.graph,
+        state_pairs=subject.roles.state_pairs,
+        donated=donated,
+        cluster=cluster,
+        meshes=meshes,
+        budget_bytes=float(demands.memory_per_device or cluster.per_device_memory_bytes),
+        restriction=lambda mesh: _with_constraints(method.restriction(view, mesh), subject, demands.constraints, mesh),
+        solver_seconds=demands.solver_seconds,
+        names=subject.names,
+        report_progress=report_progress,
+    )
+    found = search(task)
+    return plan_of(subject, cluster, method.name, found), found
+
+
+def plan_of(subject: Subjected, cluster: Cluster, method_name: str, found: Found) -> Plan:
+    """The planner's answer as plain data."""
+    graph, stage = subject.graph, found.stage
+    layouts = tuple(stage.home(value, len(graph.values[value].shape)) for value in graph.inputs)
+    return Plan(
+        fingerprint=subject.fingerprint,
+        jax_version=jax.__version__,
+        method=method_name,
+        cluster=cluster.name,
+        num_devices=cluster.num_devices,
+        stages=(stage,),
+        in_paths=subject.program.in_paths,
+        out_paths=subject.program.out_paths,
+        in_layouts=layouts,
+        out_layouts=output_layouts(graph, stage, subject.roles.state_pairs),
+        prediction=found.prediction,
+        solver=found.solver,
+    )
+
+
+# --------------------------------------------------------------------------------------------- the user's constraints
+
+
+def _meshes_with_names(meshes: tuple[Mesh, ...], constraints: Mapping[str, PartitionSpec]) -> tuple[Mesh, ...]:
+    """Meshes that have every axis that the constraints name.
+
+    The names of axes are ours to give, so a user's name may stand for either axis of a mesh; the ordered
+    factorisations cover both, for in each the sizes are exchanged.
+    """
+    named = {axis for spec in constraints.values() for entry in spec for axis in _axes_of(entry)}
+    fitting = tuple(mesh for mesh in meshes if named <= set(mesh.axis_names))
+    if not fitting:
+        raise PlanError(
+            f"the constraints name the mesh axes {sorted(named)}, but the meshes of this method have "
+            f"{sorted({name for mesh in meshes for name in mesh.axis_names})}"
+        )
+    return fitting
+
+
+def _axes_of(entry: Any) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _with_constraints(
+    restriction: Restriction, subject: Subjected, constraints: Mapping[str, PartitionSpec], mesh: Mesh
+) -> Restriction:
+    pinned = dict(restriction.pinned)
+    names = subject.names
+    for pattern, spec in constraints.items():
+        matches = [value for value, path in names.items() if path_matches(pattern, path)]
+        if not matches:
+            raise PlanError(_no_match(pattern, names.values()))
+        for value in matches:
+            rank = len(subject.graph.values[value].shape)
+            if len(spec) > rank:
+                raise PlanError(f"constraint {pattern!r}: {spec} has more entries than {names[value]} has dimensions ({rank})")
+            entries = [_axes_of(entry) for entry in spec] + [()] * (rank - len(spec))
+            layout = Layout(tuple(tuple(n for n in mesh.axis_names if n in axes) for axes in entries))
+            if pinned.get(value, layout) != layout:
+                raise PlanError(
+                    f"constraint {pattern!r} wants {names[value]} as {layout}, which collides with {pinned[value]} "
+                    "that another constraint or the method demands"
+                )
+            pinned[value] = layout
+    return Restriction(pinned, restriction.pinned_copies, restriction.reach, names)
+
+
+def _no_match(pattern: str, paths: Any) -> str:
+    import difflib
+
+    slashed = [slash_path(path) for path in paths]
+    close = difflib.get_close_matches(pattern.replace("*", ""), slashed, n=3, cutoff=0.3) or slashed[:3]
+    return f"constraint {pattern!r} matches no argument leaf; leaves are named like {', '.join(close)}"
+
+
+def slash_path(path: str) -> str:
+    """``state.params['Dense_0']['kernel']`` as ``state/params/Dense_0/kernel``."""
+    return re.sub(r"/+", "/", re.sub(r"[\[\]'\".]+", "/", path)).strip("/")
+
+
+def path_matches(pattern: str, path: str) -> bool:
+    """Whether a leaf path matches a glob: ``*`` within a name, ``**`` over any number of names."""
+    expression = re.escape(pattern).replace(r"\*\*/", "(?:.*/)?").replace(r"\*\*", ".*").replace(r"\*", "[^/]*")
+    return re.fullmatch(expression, slash_path(path)) is not None
+

@@ -1,0 +1,97 @@
+"""One compiled step: a plan and a program become one XLA executable over the devices of a mesh.
+
+The program runs inside one ``jax.shard_map`` that is manual over every mesh axis, under ``jax.jit`` with the plan's
+input and output shardings and donation; nothing is left for XLA's partitioner to decide.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from autopar.cluster import Mesh
+from autopar.errors import ClusterError
+from autopar.plan import Layout
+from autopar.runtime.interpret import interpret
+from autopar.schedule.spmd import SpmdProgram
+
+
+def device_mesh(mesh: Mesh, devices: Sequence[Any]) -> jax.sharding.Mesh:
+    """The JAX mesh of a logical mesh; raises ClusterError when there are too few devices."""
+    if len(devices) < mesh.size:
+        raise ClusterError(
+            f"the plan is for {mesh.size} devices ({mesh}) but this process has {len(devices)}; plan for this cluster, "
+            f"or on CPU set jax_num_cpu_devices={mesh.size} before JAX starts"
+        )
+    grid = np.array(devices[: mesh.size]).reshape(mesh.axis_sizes)
+    return jax.sharding.Mesh(grid, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def partition_spec(layout: Layout) -> PartitionSpec:
+    """The PartitionSpec of a layout without partial axes, without trailing empty entries."""
+    entries = [axes if len(axes) > 1 else (axes[0] if axes else None) for axes in layout.dims]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+class Executor:
+    """Owns one executable, and remembers how long its steps took."""
+
+    def __init__(self, program: SpmdProgram, avals: Sequence[Any], donated: frozenset[int], devices: Sequence[Any]) -> None:
+        mesh = device_mesh(program.mesh, devices)
+        specs = tuple(partition_spec(buffer.layout) for buffer in program.inputs)
+        out_specs = tuple(
+            PartitionSpec() if buffer is None else partition_spec(buffer.layout) for buffer in program.outputs
+        )
+        self.in_shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
+        self.out_shardings = tuple(NamedSharding(mesh, spec) for spec in out_specs)
+        local = jax.shard_map(
+            lambda *arguments: tuple(interpret(program, arguments)),
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
+        jitted = jax.jit(
+            local,
+            in_shardings=self.in_shardings,
+            out_shardings=self.out_shardings,
+            donate_argnums=tuple(sorted(donated)),
+            keep_unused=True,
+        )
+        shapes = [
+            jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+            for aval, sharding in zip(avals, self.in_shardings, strict=True)
+        ]
+        started = time.monotonic()
+        self._compiled = jitted.lower(*shapes).compile()
+        self.compile_seconds = time.monotonic() - started
+        self._dtypes = [aval.dtype for aval in avals]
+
+    def place(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        """The leaves on their devices, as the executable wants them."""
+        placed = []
+        for leaf, sharding, dtype in zip(leaves, self.in_shardings, self._dtypes, strict=True):
+            if not (isinstance(leaf, jax.Array) and leaf.sharding == sharding):
+                array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf, dtype=dtype)
+                leaf = jax.device_put(array, sharding)
+            placed.append(leaf)
+        return placed
+
+    def __call__(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        """Run one step; asynchronous, as every JAX call."""
+        return list(self._compiled(*self.place(leaves)))
+
+    def as_text(self) -> str:
+        """The optimized HLO."""
+        return str(self._compiled.as_text())
+
+    def memory_analysis(self) -> Any:
+        """XLA's own account of bytes on one device."""
+        return self._compiled.memory_analysis()

@@ -1,0 +1,31 @@
+"""The models on which autopar is measured, each written as its framework's own guides write it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from benchmarks.models import gpt, llama_nnx, mlp_nnx
+from benchmarks.models.base import Batch, Family, Model, Size
+
+__all__ = ["FAMILIES", "Batch", "Family", "Model", "Size", "build"]
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {family.name: family for family in (gpt.UNROLLED, gpt.SCANNED, mlp_nnx.FAMILY, llama_nnx.FAMILY)}
+)
+
+
+def build(name: str, size: str = Size.TOY, dtype: DTypeLike = jnp.float32) -> Model:
+    """The model `name` of FAMILIES at `size`; raises KeyError, naming what there is, for another name or size.
+
+    Float64 needs `jax_enable_x64`.
+    """
+    if name not in FAMILIES:
+        raise KeyError(f"no model {name!r}; there are {', '.join(FAMILIES)}")
+    family = FAMILIES[name]
+    if size not in family.sizes:
+        raise KeyError(f"{name} has no size {size!r}; there are {', '.join(family.sizes)}")
+    return family.build(size, dtype)
