@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
@@ -17,7 +18,8 @@ from autopar.errors import PlanError, TraceError
 from autopar.graph.roles import infer_roles
 from autopar.graph.tracing import Call, TracedProgram, flatten_call, trace
 from autopar.intra_op.search import Found
-from autopar.methods import Method
+from autopar.intra_op.why import Question, Why, why
+from autopar.methods import HAND_MADE, Method
 from autopar.plan import Plan
 from autopar.planning import Demands, Subjected, make_plan, subject_of
 from autopar.progress import Progress
@@ -71,6 +73,9 @@ class Compiled:
 
 MEASURED_STEPS = 8
 """So many first steps of an executable are waited for and timed."""
+
+WHY_SECONDS = 6.0
+"""So long the explanation may look for runner-ups."""
 
 
 class Parallelized:
@@ -154,6 +159,36 @@ class Parallelized:
         """Subject, plan and the planner's own records, for the explanation."""
         return self._plan(args, kwargs, cluster or self.cluster, self._demands(method))
 
+    def records_of(
+        self, subject: Subjected, *, cluster: Cluster, method: str | Method | None = None, within_budget: bool = True
+    ) -> tuple[Plan, Found | None]:
+        """Plan and planner's records for a step that was traced before, if need be without the memory budget."""
+        demands = self._demands(method)
+        if not within_budget:
+            demands = replace(demands, memory_per_device=math.inf)
+        with self._progress() as progress:
+            return self._plan_subject(subject, cluster, demands, progress)
+
+    def last_records(self) -> tuple[Subjected, Plan, Found | None] | None:
+        """What the last call ran: subject, plan, and the planner's records unless the plan came from elsewhere."""
+        if self._last is None:
+            return None
+        plan = self._last.plan
+        found = next((found for known, found in self._planned.values() if known is plan), None)
+        return self._last.subject, plan, found
+
+    def runner_ups(
+        self, subject: Subjected, found: Found, cluster: Cluster, groups: Sequence[Sequence[int]]
+    ) -> tuple[Why, ...]:
+        """What the best plan would cost in which a group of inputs lies otherwise (see :mod:`autopar.intra_op.why`)."""
+        question = Question(found, subject.graph, subject.roles.state_pairs, cluster)
+        return why(question, groups, time_limit_seconds=WHY_SECONDS)
+
+    @property
+    def opponents(self) -> tuple[str, ...]:
+        """Names of the hand-made methods that an explanation compares with."""
+        return tuple(method.name for method in HAND_MADE)
+
     @property
     def demands(self) -> Demands:
         """What the user asked of every plan."""
@@ -198,14 +233,18 @@ class Parallelized:
         with self._progress() as progress:
             progress.say("tracing")
             subject = self._subject(args, kwargs, cluster.device.platform.value)
-            key = (subject.fingerprint, cluster, _hashable(demands))
-            if key not in self._planned:
-                progress.say("planning")
-                self._planned[key] = self._reused(subject, cluster, demands) or make_plan(
-                    subject, cluster, demands, progress.say
-                )
-        plan, found = self._planned[key]
-        return subject, plan, found
+            return subject, *self._plan_subject(subject, cluster, demands, progress)
+
+    def _plan_subject(
+        self, subject: Subjected, cluster: Cluster, demands: Demands, progress: Progress
+    ) -> tuple[Plan, Found | None]:
+        key = (subject.fingerprint, cluster, _hashable(demands))
+        if key not in self._planned:
+            progress.say("planning")
+            self._planned[key] = self._reused(subject, cluster, demands) or make_plan(
+                subject, cluster, demands, progress.say
+            )
+        return self._planned[key]
 
     def _reused(self, subject: Subjected, cluster: Cluster, demands: Demands) -> tuple[Plan, None] | None:
         """An earlier plan of the same program with other sizes, if its layouts still divide."""

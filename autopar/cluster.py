@@ -179,26 +179,6 @@ class Mesh:
         return " × ".join(f"{name}={size}" for name, size in zip(self.axis_names, self.axis_sizes, strict=True))
 
 
-def _with_local(cls: type[Cluster]) -> type[Cluster]:
-    """Add the constructor ``Cluster.local()`` beside the *field* ``local``, which instances find first.
-
-    Done after ``@dataclass``, which would take a method of that name in the class body for the field's default.
-    """
-
-    def local(devices: Sequence[Any] | None = None) -> Cluster:
-        """The devices of this program, or the given ``jax.Device``s; imports JAX.
-
-        See :func:`autopar.cluster_presets.local_cluster` for what is found out, what is assumed, and the errors.
-        """
-        from autopar.cluster_presets import local_cluster
-
-        return local_cluster(devices)
-
-    setattr(cls, "local", staticmethod(local))  # noqa: B010  (mypy knows `local` as the field)
-    return cls
-
-
-@_with_local
 @dataclass(frozen=True)
 class Cluster:
     """Hardware as the planner sees it.
@@ -213,15 +193,15 @@ class Cluster:
     hosts: int
     devices_per_host: int
     device: DeviceKind
-    local: Link
-    network: Link
+    local_link: Link
+    network_link: Link
     compute_shared_by: int = 1
     notes: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         for count in ("hosts", "devices_per_host", "compute_shared_by"):
             _check_count(f"{count} of cluster {self.name!r}", getattr(self, count))
-        for part, kind in (("device", DeviceKind), ("local", Link), ("network", Link)):
+        for part, kind in (("device", DeviceKind), ("local_link", Link), ("network_link", Link)):
             if not isinstance(getattr(self, part), kind):
                 raise ClusterError(
                     f"{part} of cluster {self.name!r} is {getattr(self, part)!r}; give a {kind.__name__}"
@@ -236,8 +216,8 @@ class Cluster:
                 self.hosts,
                 self.devices_per_host,
                 self.compute_shared_by,
-                self.local.bytes_per_second,
-                self.network.bytes_per_second,
+                self.local_link.bytes_per_second,
+                self.network_link.bytes_per_second,
                 self.device.memory_bytes,
             )
         )
@@ -275,7 +255,7 @@ class Cluster:
         return [Mesh(_AXIS_NAMES[: len(shape)], shape) for shape in shapes]
 
     def replace(self, *, memory_bytes: int | None = None, **changes: Any) -> Cluster:
-        """A cluster with other fields, the rest as here: ``cluster.replace(hosts=4, network=Link(1e-5, 25e6))``.
+        """A cluster with other fields, the rest as here: ``cluster.replace(hosts=4, network_link=Link(1e-5, 25e6))``.
 
         ``memory_bytes`` stands for the field of that name of ``device``, which ``compute_shared_by`` devices share.
         Raises ``ClusterError`` for a field that clusters do not have.
@@ -290,6 +270,16 @@ class Cluster:
             device = changes.get("device", self.device)
             changes["device"] = dataclasses.replace(device, memory_bytes=memory_bytes)
         return dataclasses.replace(self, **changes)
+
+    @classmethod
+    def local(cls, devices: Sequence[Any] | None = None) -> Cluster:
+        """The devices of this program, or the given ``jax.Device``s; imports JAX.
+
+        See :func:`autopar.cluster_presets.local_cluster` for what is found out, what is assumed, and the errors.
+        """
+        from autopar.cluster_presets import local_cluster
+
+        return local_cluster(devices)
 
     @classmethod
     def preset(cls, name: str, hosts: int = 1) -> Cluster:
@@ -350,8 +340,8 @@ class _Cluster(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     hosts: int
     devices_per_host: int
     device: _Device
-    local: _Link
-    network: _Link
+    local_link: _Link
+    network_link: _Link
     compute_shared_by: int = 1
     notes: str = ""
 
@@ -411,8 +401,8 @@ def _write_cluster(cluster: Cluster, path: Path) -> None:
             memory_bytes_per_second=device.memory_bytes_per_second,
             source=device.source,
         ),
-        local=_from_link(cluster.local),
-        network=_from_link(cluster.network),
+        local_link=_from_link(cluster.local_link),
+        network_link=_from_link(cluster.network_link),
         compute_shared_by=cluster.compute_shared_by,
         notes=cluster.notes,
     )
@@ -434,7 +424,7 @@ def _from_link(link: Link) -> _Link:
 
 def _to_cluster(path: Path, stored: _Cluster) -> Cluster:
     fields = msgspec.structs.asdict(stored)
-    for name, kind in (("device", DeviceKind), ("local", Link), ("network", Link)):
+    for name, kind in (("device", DeviceKind), ("local_link", Link), ("network_link", Link)):
         fields[name] = _checked(f"{path}: $.cluster.{name}", kind, msgspec.structs.asdict(fields[name]))
     return _checked(f"{path}: $.cluster", Cluster, fields)
 

@@ -293,7 +293,7 @@ def preset_cluster(name: str, hosts: int) -> Cluster:
     if preset.max_hosts is not None and hosts > preset.max_hosts:
         raise ClusterError(
             f"preset {name!r} is one slice of at most {preset.max_hosts} hosts, not {hosts}; for several slices "
-            "describe the data center network: Cluster.preset(…).replace(hosts=…, devices_per_host=…, network=…)"
+            "describe the data center network: Cluster.preset(…).replace(hosts=…, devices_per_host=…, network_link=…)"
         )
     return preset.cluster.replace(hosts=hosts)
 

@@ -15,7 +15,7 @@ opponents are as strong as their idea allows.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -140,7 +140,7 @@ class TensorParallel:
     def restriction(self, subject: Subject, mesh: Mesh) -> Restriction:
         """Columns and rows over the model axis, the batch over the data axis."""
         seeds = megatron_cuts(subject, mesh.axis_size("model"))
-        reach = propagate(subject.graph, seeds, mesh.axis_size("model"), frozenset(Phase))
+        reach = propagate(subject.graph, seeds, mesh.axis_size("model"), _is_any)
         data = batch_reach(subject, mesh, "data")
         pinned = {}
         for position in subject.state:
@@ -190,7 +190,7 @@ def batch_reach(subject: Subject, mesh: Mesh, axis: str) -> Reach:
         for position in subject.batch
         if graph.values[graph.inputs[position]].shape[0] % size == 0
     }
-    reach = propagate(graph, seeds, size, frozenset(Phase))
+    reach = propagate(graph, seeds, size, _is_any)
     state = {graph.inputs[position] for position in subject.state}
     return {value: dims for value, dims in reach.items() if value not in state}
 
@@ -222,7 +222,7 @@ def _pieces(
             dim = max(dims, key=lambda d: value.shape[d])
             seeds[identity] = frozenset((dim,))
             pinned[identity] = Layout(tuple(("data",) if d == dim else () for d in range(len(value.shape))))
-    updates = propagate(subject.graph, seeds, size, frozenset((Phase.UPDATE,)))
+    updates = propagate(subject.graph, seeds, size, _is_update_or_gradient)
     batch = batch_reach(subject, mesh, "data")
     merged: dict[int, frozenset[int]] = defaultdict(frozenset)
     for reach in (batch, updates):
@@ -231,10 +231,23 @@ def _pieces(
     return Restriction(pinned=pinned, pinned_copies=copies, reach={"data": merged})
 
 
-def propagate(graph: Graph, seeds: Reach, size: int, phases: frozenset[Phase]) -> Reach:
-    """Dimensions tied to the seeds' by parallel factors of operators of the given phases, to a fixed point."""
+GRADIENT_ROUTES = frozenset({"transpose", "reshape", "convert_element_type", "add_any", "neg", "squeeze", "copy"})
+"""Backward operators that lead from the product that makes a gradient to the update."""
+
+
+def _is_any(operator: Operator) -> bool:
+    return True
+
+
+def _is_update_or_gradient(operator: Operator) -> bool:
+    on_the_way = operator.phase is Phase.BACKWARD and operator.primitive in GRADIENT_ROUTES
+    return operator.phase is Phase.UPDATE or on_the_way
+
+
+def propagate(graph: Graph, seeds: Reach, size: int, through: Callable[[Operator], bool]) -> Reach:
+    """Dimensions tied to the seeds' by parallel factors of the operators of one choice, to a fixed point."""
     reached: dict[int, frozenset[int]] = dict(seeds)
-    operators = [operator for operator, _ in graph.all_operators() if operator.phase in phases]
+    operators = [operator for operator, _ in graph.all_operators() if through(operator)]
     changed = True
     while changed:
         changed = False

@@ -414,10 +414,7 @@ def wide_specs() -> list[Spec]:
         spec("iota", "->i", lambda: lax.iota(jnp.float64, 64)),
         spec("dot_general", "ij,jk->ik", jnp.matmul, x, table, j=SUM),
         spec("reduce_max", "ij->i", lambda x: lax.reduce_max(x, (1,)), x, j=MAX),
-        spec("reduce_max", "ij->i", lambda x: lax.reduce_max(x, (1,)), strange, j=MAX),
-        spec("reduce_max", "ij->j", lambda x: lax.reduce_max(x, (0,)), strange.astype(jnp.bfloat16), i=MAX),
-        spec("reduce_min", "ij->i", lambda x: lax.reduce_min(x, (1,)), -strange, j=MIN),
-        spec("reduce_min", "ij->j", lambda x: lax.reduce_min(x, (0,)), strange.astype(jnp.float16), i=MIN),
+        spec("reduce_min", "ij->i", lambda x: lax.reduce_min(x, (1,)), x.at[0, 9].set(jnp.nan), j=MIN),
         spec("gather", "vd,s.->sd", get, table, index.at[0].set(2**40), v=LOOKUP),
         spec("scatter-add", "vd,s.,sd->vd", add, table, index.at[0].set(2**32 + 1), updates, v=SCATTER, s=SUM),
     ]

@@ -60,8 +60,8 @@ def test_other_fields_are_checked() -> None:
         dataclasses.replace(DEVICE, memory_bytes=16e9)
     with pytest.raises(ClusterError, match="platform of device 'toy' is 'cuda'"):
         dataclasses.replace(DEVICE, platform="cuda")
-    with pytest.raises(ClusterError, match=r"network of cluster 'toy' .* give a Link"):
-        TOY.replace(network=1e9)
+    with pytest.raises(ClusterError, match=r"network_link of cluster 'toy' .* give a Link"):
+        TOY.replace(network_link=1e9)
 
 
 def test_per_device_figures_are_shared() -> None:
@@ -74,9 +74,9 @@ def test_per_device_figures_are_shared() -> None:
 
 def test_replace() -> None:
     slow = Link(1.0, 1.0)
-    other = TOY.replace(hosts=3, network=slow, memory_bytes=123)
-    assert (other.hosts, other.network, other.device.memory_bytes) == (3, slow, 123)
-    assert other.replace(hosts=2, network=TOY.network, memory_bytes=1 << 30) == TOY
+    other = TOY.replace(hosts=3, network_link=slow, memory_bytes=123)
+    assert (other.hosts, other.network_link, other.device.memory_bytes) == (3, slow, 123)
+    assert other.replace(hosts=2, network_link=TOY.network_link, memory_bytes=1 << 30) == TOY
     with pytest.raises(ClusterError, match="no field host; there are name, hosts"):
         TOY.replace(host=3)
 
@@ -160,11 +160,15 @@ def test_logical_shapes_are_all_factorizations(devices: int, max_axes: int) -> N
 def test_presets_are_sourced_and_ordered(name: str) -> None:
     cluster = Cluster.preset(name, hosts=2)
     assert (cluster.name, cluster.hosts, cluster.compute_shared_by) == (name, 2, 1)
-    assert all(source for source in (cluster.device.source, cluster.local.source, cluster.network.source))
+    assert all(source for source in (cluster.device.source, cluster.local_link.source, cluster.network_link.source))
     rates = cluster.device.flops_per_second
     assert rates["bfloat16"] >= rates["float32"]
-    assert cluster.device.memory_bytes_per_second > cluster.local.bytes_per_second >= cluster.network.bytes_per_second
-    assert cluster.local.latency_seconds <= cluster.network.latency_seconds
+    assert (
+        cluster.device.memory_bytes_per_second
+        > cluster.local_link.bytes_per_second
+        >= cluster.network_link.bytes_per_second
+    )
+    assert cluster.local_link.latency_seconds <= cluster.network_link.latency_seconds
 
 
 @pytest.mark.parametrize(
@@ -189,13 +193,13 @@ def test_presets_stay_near_their_data_sheets(
 ) -> None:
     """Reached figures are 70 to 100 % of the data sheet's, in one direction of a link, per host for the network."""
     cluster = Cluster.preset(name)
-    cards = cluster.devices_per_host / cluster.network.shared_by
+    cards = cluster.devices_per_host / cluster.network_link.shared_by
     for reached, peak in (
         (cluster.device.flops_per_second[dtype], peak_flops),
         (cluster.device.memory_bytes, gibibytes * 2**30),
         (cluster.device.memory_bytes_per_second, memory_rate),
-        (cluster.local.bytes_per_second / cluster.local.shared_by, link_rate),
-        (cluster.network.bytes_per_second * cards, host_network_rate),
+        (cluster.local_link.bytes_per_second / cluster.local_link.shared_by, link_rate),
+        (cluster.network_link.bytes_per_second * cards, host_network_rate),
     ):
         assert 0.7 <= reached / peak <= 1.0
 
@@ -238,20 +242,19 @@ def test_local_cpu_shares_the_machine() -> None:
     cluster = Cluster.local()
     devices = len(jax.devices())
     assert (cluster.hosts, cluster.devices_per_host, cluster.compute_shared_by) == (1, devices, devices)
-    assert cluster.local.shared_by == devices
+    assert cluster.local_link.shared_by == devices
     assert cluster.device.platform is Platform.CPU
     assert cluster.device.memory_bytes == machine_memory_bytes()
     assert cluster.per_device_memory_bytes == machine_memory_bytes() // devices
     rate = cluster_presets.CPU_FLOPS_PER_SECOND_PER_CORE["float32"] * usable_cores()
     assert cluster.per_device_flops_per_second("float32") == pytest.approx(rate / devices)
     assert Cluster.local(jax.devices()[:1]).compute_shared_by == 1
-    assert isinstance(cluster.local, Link), "the field is not hidden by the constructor of the same name"
 
 
 def test_memory_of_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
     physical = machine_memory_bytes()
     for text, expected in (("max\n", physical), ("123456\n", 123456), (f"{1 << 62}\n", physical)):
-        monkeypatch.setattr(Path, "read_text", lambda self, text=text: text)  # noqa: ARG005
+        monkeypatch.setattr(Path, "read_text", lambda self, text=text: text)
         assert machine_memory_bytes() == expected
 
 
@@ -259,7 +262,7 @@ def test_local_accelerators_match_a_preset() -> None:
     cluster = Cluster.local([FakeDevice(i, i // 4, bytes_limit=100 - i) for i in range(8)])
     preset = Cluster.preset("h200")
     assert (cluster.hosts, cluster.devices_per_host, cluster.compute_shared_by) == (2, 4, 1)
-    assert (cluster.local, cluster.network) == (preset.local, preset.network)
+    assert (cluster.local_link, cluster.network_link) == (preset.local_link, preset.network_link)
     assert cluster.device == dataclasses.replace(preset.device, memory_bytes=97)
     unlimited = Cluster.local([FakeDevice(0, platform="tpu", device_kind="TPU v5 lite")])
     assert unlimited.device == Cluster.preset("tpu-v5e").device
@@ -336,7 +339,7 @@ def test_optional_fields_may_be_left_out(tmp_path: Path) -> None:
     path, content = stored(tmp_path)
     for field in ("compute_shared_by", "notes"):
         del content["cluster"][field]
-    del content["cluster"]["local"]["shared_by"]
+    del content["cluster"]["local_link"]["shared_by"]
     path.write_text(json.dumps(content))
     assert Cluster.from_file(path) == TOY.replace(compute_shared_by=1)
 
@@ -356,25 +359,27 @@ def test_numbers_that_are_none(literal: str, tmp_path: Path) -> None:
     path, _ = stored(tmp_path)
     text = path.read_text()
     assert text.count("1000000000.0") == 1
-    refused(path, text.replace("1000000000.0", literal), r"NaN and infinity have no place|network\.bytes_per_second")
+    refused(
+        path, text.replace("1000000000.0", literal), r"NaN and infinity have no place|network_link\.bytes_per_second"
+    )
 
 
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
         (("cluster", "host"), 2, r"unknown field `host`.*\$\.cluster"),
-        (("cluster", "local", "speed"), 2, r"unknown field `speed`.*\$\.cluster\.local"),
+        (("cluster", "local_link", "speed"), 2, r"unknown field `speed`.*\$\.cluster\.local_link"),
         (("cluster", "device", "watts"), 2, r"unknown field `watts`.*\$\.cluster\.device"),
         (("comment",), "hi", "unknown field `comment`"),
         (("cluster", "hosts"), "2", r"Expected `int`, got `str` - at `\$\.cluster\.hosts`"),
         (("cluster", "hosts"), True, r"\$\.cluster\.hosts"),
         (("cluster", "hosts"), 0, r"\$\.cluster: hosts of cluster 'toy' is 0"),
         (
-            ("cluster", "network", "bytes_per_second"),
+            ("cluster", "network_link", "bytes_per_second"),
             -1.0,
-            r"\$\.cluster\.network: bytes_per_second of a link is -1\.0",
+            r"\$\.cluster\.network_link: bytes_per_second of a link is -1\.0",
         ),
-        (("cluster", "local", "latency_seconds"), None, r"\$\.cluster\.local\.latency_seconds"),
+        (("cluster", "local_link", "latency_seconds"), None, r"\$\.cluster\.local_link\.latency_seconds"),
         (("cluster", "device", "platform"), "abacus", r"'abacus' - at `\$\.cluster\.device\.platform`"),
         (("cluster", "device", "flops_per_second"), {}, r"\$\.cluster\.device: .*at least one dtype"),
         (("cluster", "device", "memory_bytes"), 0, r"\$\.cluster\.device: memory_bytes"),
@@ -392,7 +397,8 @@ def test_fields_are_checked(place: tuple[str, ...], value: object, message: str,
 
 
 @pytest.mark.parametrize(
-    "place", [("format",), ("version",), ("cluster",), ("cluster", "hosts"), ("cluster", "network", "bytes_per_second")]
+    "place",
+    [("format",), ("version",), ("cluster",), ("cluster", "hosts"), ("cluster", "network_link", "bytes_per_second")],
 )
 def test_required_fields(place: tuple[str, ...], tmp_path: Path) -> None:
     path, content = stored(tmp_path)

@@ -114,7 +114,7 @@ def test_hierarchical_ring_uses_every_card_of_its_members(cards: int) -> None:
 
 
 def test_local_link_bounds_a_hierarchical_ring_with_fast_cards() -> None:
-    cluster = toy(cards=4).replace(network=Link(ALPHA_NETWORK, 10 * BETA_LOCAL))
+    cluster = toy(cards=4).replace(network_link=Link(ALPHA_NETWORK, 10 * BETA_LOCAL))
     cost = group_cost((tuple(range(8)),), cluster, Collective.ALL_GATHER)
     assert cost.seconds_per_wire_byte == pytest.approx(1 / BETA_LOCAL)
 
@@ -130,7 +130,7 @@ def test_shared_local_link_carries_all_rings() -> None:
 
 def test_shared_local_link_of_a_ring_that_crosses_hosts() -> None:
     """Four members a host: three local edges, all through the one local link."""
-    cluster = toy(local_links=1).replace(network=Link(ALPHA_NETWORK, 1e15))
+    cluster = toy(local_links=1).replace(network_link=Link(ALPHA_NETWORK, 1e15))
     assert group_cost((tuple(range(8)),), cluster).seconds_per_wire_byte == pytest.approx(3 / BETA_LOCAL)
 
 
@@ -264,7 +264,7 @@ def test_more_bytes_never_cost_less(
 
 
 @properties
-@given(questions(), amounts, st.sampled_from(["local", "network"]), st.floats(1, 100), st.floats(0, 1e-3))
+@given(questions(), amounts, st.sampled_from(["local_link", "network_link"]), st.floats(1, 100), st.floats(0, 1e-3))
 def test_a_slower_link_never_costs_less(
     question: tuple[Collective, Mesh, tuple[str, ...], Cluster], size: float, level: str, factor: float, delay: float
 ) -> None:
@@ -278,7 +278,7 @@ def test_a_slower_link_never_costs_less(
 
 
 @properties
-@given(questions(), amounts, st.sampled_from(["local", "network"]))
+@given(questions(), amounts, st.sampled_from(["local_link", "network_link"]))
 def test_sharing_a_link_never_costs_less(
     question: tuple[Collective, Mesh, tuple[str, ...], Cluster], size: float, level: str
 ) -> None:
@@ -334,5 +334,5 @@ def test_network_is_free_inside_a_host(
     kind, mesh, axes, cluster = question
     groups = axes_groups(mesh, axes)
     assume(all(len({device // cluster.devices_per_host for device in group}) == 1 for group in groups))
-    slow = cluster.replace(network=Link(10.0, 1.0))
+    slow = cluster.replace(network_link=Link(10.0, 1.0))
     assert collective_seconds(kind, size, axes, mesh, slow) == collective_seconds(kind, size, axes, mesh, cluster)

@@ -136,6 +136,22 @@ def test_gradient_of_a_convolution_costs_as_much_as_the_convolution():
     assert flops(module) == 2 * 2 * pairs * pairs * 4 * 8
 
 
+def test_holes_of_a_dilated_input_are_free():
+    """A transposed convolution of stride 2: each input element meets each kernel element that lands on the output."""
+
+    def run(image: jax.Array, kernel: jax.Array) -> jax.Array:
+        return lax.conv_general_dilated(
+            image, kernel, (1,), ((2, 2),), lhs_dilation=(2,), dimension_numbers=("NHC", "HIO", "NHC")
+        )
+
+    length, kernel = 9, 3
+    out = (2 * length - 1) + 4 - kernel + 1
+    pairs = sum(0 <= o + k - 2 < 2 * length - 1 and (o + k) % 2 == 0 for o in range(out) for k in range(kernel))
+    assert pairs == length * kernel
+    module = module_of(run, array(2, length, 4), array(kernel, 4, 8))
+    assert flops(module) == 2 * 2 * pairs * 4 * 8
+
+
 def test_a_fusion_reads_its_operands_and_writes_its_result_once():
     module = module_of(lambda x, y: jnp.tanh(x * y) + x, array(64, 32), array(64, 32))
     assert flops(module) == 3 * 64 * 32
@@ -187,6 +203,47 @@ def test_scanned_weights_and_stacked_results_are_moved_slice_by_slice():
     # per trip: cut the weights (2), the product reads them (1), activations a few times; once: zeros for the stack
     assert trips * 3 * weights <= bytes_moved(module) <= trips * (3 * weights + 12 * x)
     assert 0 <= flops(module) - trips * 2 * 4 * size * size < 10 * trips
+
+
+def entry_module(body: str, before: str = "") -> HloModule:
+    return parse_module(f"HloModule m, num_partitions=4\n\n{before}ENTRY %main () -> f32[] {{\n{body}}}\n")
+
+
+@pytest.mark.parametrize(
+    ("root", "moved"),
+    [
+        ("f32[5,64]{1,0} dynamic-slice(%table, %at, %at), dynamic_slice_sizes={5,64}", 2 * 5 * 64 * 4 + 2 * 4),
+        ("f32[5,64]{1,0} slice(%table), slice={[0:5], [0:64]}", 2 * 5 * 64 * 4),
+        ("f32[7,64]{1,0} gather(%table, %ids), offset_dims={1}, slice_sizes={1,64}", 2 * 7 * 64 * 4 + 7 * 4),
+        ("f32[1000,64]{1,0} dynamic-update-slice(%table, %new, %at, %at)", 2 * 7 * 64 * 4 + 2 * 4),
+        ("f32[1000,64]{1,0} scatter(%table, %ids, %new), to_apply=%add", 3 * 7 * 64 * 4 + 7 * 4),
+    ],
+)
+def test_slicing_outside_of_fusions_moves_the_slice(root, moved):
+    body = "".join(
+        f"  %{name} = {shape} parameter({number})\n"
+        for number, (name, shape) in enumerate(
+            {"table": "f32[1000,64]{1,0}", "at": "s32[]", "ids": "s32[7,1]{1,0}", "new": "f32[7,64]{1,0}"}.items()
+        )
+    )
+    assert bytes_moved(entry_module(body + f"  ROOT %r = {root}\n")) == moved
+
+
+def test_an_update_of_something_made_inside_a_fusion_writes_all_of_it():
+    fused = """%f (u: f32[1,64], i: s32[]) -> f32[100,64] {
+  %u = f32[1,64]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = f32[] constant(0)
+  %zeros = f32[100,64]{1,0} broadcast(%zero), dimensions={}
+  ROOT %d = f32[100,64]{1,0} dynamic-update-slice(%zeros, %u, %i, %i)
+}
+
+"""
+    body = """  %p = f32[1,64]{1,0} parameter(0)
+  %q = s32[] parameter(1)
+  ROOT %r = f32[100,64]{1,0} fusion(%p, %q), kind=kLoop, calls=%f
+"""
+    assert bytes_moved(entry_module(body, fused)) == 4 * 64 + 4 + 4 * 100 * 64
 
 
 # --- loops and branches ----------------------------------------------------------------------------------------------
@@ -244,6 +301,18 @@ def test_rounds_are_those_of_the_loop(direction, gap, step):
     }[direction]
     ran = next((k for k in range(100) if not holds(gap + k * step)), None)
     assert _rounds(direction, gap, step) == ran
+
+
+def test_a_counter_that_is_not_affine_is_not_extrapolated():
+    def run(x: jax.Array) -> jax.Array:
+        state = (jnp.int32(1), x)
+        return lax.while_loop(lambda s: s[0] < 100, lambda s: (s[0] * 2, lax.psum(s[1] * 0.5, "y")), state)[1]
+
+    text = compiled(manual(run, P(), P()), array(8, 8)).as_text()
+    module = parse_module(re.sub(r", backend_config=\{.*?\}\}", "", text))
+    (found,) = collectives(module)
+    assert found.count == 1
+    assert any("trips" in note for note in step_seconds(module, CLUSTER).notes)
 
 
 def test_a_loop_on_data_counts_once_and_says_so():
@@ -424,6 +493,43 @@ def test_only_own_pieces_form_reduce_scatters(use, formed):
     if formed is not None:
         assert found.reduce_scatter_formed is formed
         assert (found.kind is Collective.REDUCE_SCATTER) is formed
+
+
+def test_a_piece_at_an_offset_of_the_program_forms_no_reduce_scatter():
+    def run(v: jax.Array, at: jax.Array) -> jax.Array:
+        return lax.dynamic_slice_in_dim(lax.psum(v, "y"), at * 4, 4)
+
+    (found,) = form_reduce_scatters(module_of(manual(run, (P(), P()), P()), array(16, 32), array(dtype="i4")))
+    assert found.kind is Collective.ALL_REDUCE
+
+
+@pytest.mark.parametrize("reader", ["piece", "whole"])
+def test_a_sum_is_followed_through_a_fusion_that_only_moves_it(reader):
+    before = """%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+%turn (v: f32[8,4]) -> f32[4,8] {
+  %v = f32[8,4]{1,0} parameter(0)
+  ROOT %t = f32[4,8]{0,1} transpose(%v), dimensions={1,0}
+}
+
+"""
+    uses = {
+        "piece": "f32[1,8]{1,0} dynamic-slice(%m, %id, %zero), dynamic_slice_sizes={1,8}",
+        "whole": "f32[4,8]{1,0} negate(%m)",
+    }
+    body = f"""  %p = f32[8,4]{{1,0}} parameter(0)
+  %id = u32[] partition-id()
+  %zero = u32[] constant(0)
+  %s = f32[8,4]{{1,0}} all-reduce(%p), channel_id=1, replica_groups={{}}, use_global_device_ids=true, to_apply=%add
+  %m = f32[4,8]{{1,0}} fusion(%s), kind=kLoop, calls=%turn
+  ROOT %r = {uses[reader]}
+"""
+    (found,) = form_reduce_scatters(entry_module(body, before))
+    assert found.reduce_scatter_formed is (reader == "piece")
 
 
 # --- replica groups --------------------------------------------------------------------------------------------------
@@ -751,6 +857,17 @@ def test_seconds_of_a_product_are_the_roofline():
     assert (cost.flops, cost.bytes_moved, cost.wire_bytes) == (2 * 512**3, 3 * 4 * 512**2, 0)
 
 
+def test_seconds_of_a_loop_are_those_of_its_body_times_its_trips():
+    def run(trips: int) -> HloModule:
+        return module_of(lambda x: lax.fori_loop(0, trips, lambda _, x: x @ x, x), array(512, 512))
+
+    few, many = (step_seconds(run(trips), CLUSTER).compute_seconds for trips in (5, 25))
+    product = max(2 * 512**3 / 1e12, 3 * 4 * 512**2 / 1e11)
+    assert few >= 5 * product
+    assert many - few >= 20 * product
+    assert many - few <= 20 * (product + 3 * 2 * 4 * 512**2 / 1e11)
+
+
 def test_seconds_of_collectives_follow_their_groups_and_count():
     module = module_of(manual(scanned_sum, (P(), P()), P()), array(7, 64, 64), array(16, 64))
     cost = step_seconds(module, CLUSTER)
@@ -783,7 +900,7 @@ def test_groups_of_different_sizes_take_the_slowest():
 
 def test_too_small_a_cluster_is_refused():
     module = module_of(manual(lambda v: lax.psum(v, AXES), P(AXES), P()), array(16, 32))
-    small = Cluster("small", 1, 4, CLUSTER.device, CLUSTER.local, CLUSTER.network)
+    small = Cluster("small", 1, 4, CLUSTER.device, CLUSTER.local_link, CLUSTER.network_link)
     with pytest.raises(ClusterError, match="8 devices"):
         step_seconds(module, small)
 

@@ -189,7 +189,7 @@ def _pairs_cost(pairs: tuple[tuple[int, int], ...], cluster: Cluster) -> GroupCo
         if source == target:
             continue
         same_host = source // cluster.devices_per_host == target // cluster.devices_per_host
-        link, traffic = (cluster.local, local) if same_host else (cluster.network, network)
+        link, traffic = (cluster.local_link, local) if same_host else (cluster.network_link, network)
         traffic.add(_port(source, link, cluster), _port(target, link, cluster))
         latency = max(latency, link.latency_seconds)
     return GroupCost(latency, _seconds_per_wire_byte(local, network, cluster))
@@ -238,13 +238,13 @@ def _port(device: int, link: Link, cluster: Cluster) -> tuple[int, int]:
 def _add_ring(by_host: dict[int, list[int]], cluster: Cluster, local: _Traffic, network: _Traffic) -> None:
     """One pass of a ring that visits the hosts one after the other."""
     for members in by_host.values():
-        ports = [_port(device, cluster.local, cluster) for device in members]
+        ports = [_port(device, cluster.local_link, cluster) for device in members]
         for source, target in itertools.pairwise(ports):
             local.add(source, target)
         if len(by_host) == 1:
             local.add(ports[-1], ports[0])
         else:
-            cards = {_port(device, cluster.network, cluster) for device in members}
+            cards = {_port(device, cluster.network_link, cluster) for device in members}
             for card in cards:
                 network.add(card, card, 1.0 / len(cards))
 
@@ -253,7 +253,7 @@ def _ring_latency(by_host: dict[int, list[int]], cluster: Cluster) -> float:
     """Seconds for the first byte to get around: every edge of the ring but the cheapest."""
     crossing = len(by_host) if len(by_host) > 1 else 0
     size = sum(len(members) for members in by_host.values())
-    edges = [cluster.local.latency_seconds] * (size - crossing) + [cluster.network.latency_seconds] * crossing
+    edges = [cluster.local_link.latency_seconds] * (size - crossing) + [cluster.network_link.latency_seconds] * crossing
     return sum(edges) - min(edges)
 
 
@@ -263,7 +263,7 @@ def _add_exchange(by_host: dict[int, list[int]], cluster: Cluster, local: _Traff
     for members in by_host.values():
         inside = (len(members) - 1) / others
         for device in members:
-            port, card = _port(device, cluster.local, cluster), _port(device, cluster.network, cluster)
+            port, card = _port(device, cluster.local_link, cluster), _port(device, cluster.network_link, cluster)
             local.add(port, port, inside)
             network.add(card, card, 1.0 - inside)
 
@@ -272,11 +272,12 @@ def _exchange_latency(by_host: dict[int, list[int]], cluster: Cluster) -> float:
     """Seconds for a member to start a message to every other, the slowest member."""
     size = sum(len(members) for members in by_host.values())
     return max(
-        (len(members) - 1) * cluster.local.latency_seconds + (size - len(members)) * cluster.network.latency_seconds
+        (len(members) - 1) * cluster.local_link.latency_seconds
+        + (size - len(members)) * cluster.network_link.latency_seconds
         for members in by_host.values()
     )
 
 
 def _seconds_per_wire_byte(local: _Traffic, network: _Traffic, cluster: Cluster) -> float:
     """The slowest link decides: both levels carry their part of the stream at once."""
-    return max(local.peak / cluster.local.bytes_per_second, network.peak / cluster.network.bytes_per_second)
+    return max(local.peak / cluster.local_link.bytes_per_second, network.peak / cluster.network_link.bytes_per_second)

@@ -12,7 +12,7 @@ from functools import cache
 
 import numpy as np
 
-from autopar.cluster import Cluster, Mesh
+from autopar.cluster import Cluster, Mesh, Platform
 from autopar.cost_model.collectives import Collective, collective_seconds
 from autopar.plan import Layout
 from autopar.schedule.reshard import Move, MoveKind, after_move, layouts_of, moves_between, shares
@@ -54,9 +54,20 @@ class ReshardTable:
         return self.latency_seconds[rows, columns] + self.seconds_per_byte[rows, columns] * array_bytes
 
 
-def reshard_table(shape: tuple[int, ...], mesh: Mesh, cluster: Cluster) -> ReshardTable:
-    """The table of the class that ``shape`` belongs to."""
-    return _table(_class_representative(shape, mesh), mesh, cluster)
+COMBINED = {
+    Platform.CPU: frozenset({Collective.ALL_REDUCE}),
+    Platform.CUDA: frozenset({Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_GATHER}),
+    Platform.TPU: frozenset({Collective.ALL_REDUCE, Collective.REDUCE_SCATTER, Collective.ALL_GATHER}),
+}
+"""Kinds of collectives that each backend's compiler merges when they do not depend on each other."""
+
+
+def reshard_table(shape: tuple[int, ...], mesh: Mesh, cluster: Cluster, *, combined: bool = False) -> ReshardTable:
+    """The table of the class that ``shape`` belongs to.
+
+    With ``combined``, the collectives that the backend merges (:data:`COMBINED`) cost no latency of their own.
+    """
+    return _table(_class_representative(shape, mesh), mesh, cluster, combined)
 
 
 def _class_representative(shape: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
@@ -65,7 +76,7 @@ def _class_representative(shape: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]
 
 
 @cache
-def _table(shape: tuple[int, ...], mesh: Mesh, cluster: Cluster) -> ReshardTable:
+def _table(shape: tuple[int, ...], mesh: Mesh, cluster: Cluster, combined: bool) -> ReshardTable:
     layouts = layouts_of(shape, mesh, partial=True)
     count = len(layouts)
     latency = np.zeros((count, count))
@@ -78,7 +89,8 @@ def _table(shape: tuple[int, ...], mesh: Mesh, cluster: Cluster) -> ReshardTable
                 if (price := prices.get((move, layout))) is None:
                     alone = move_seconds(move, layout, 0.0, mesh, cluster)
                     large = move_seconds(move, layout, 1e9, mesh, cluster)
-                    price = prices[move, layout] = (alone, (large - alone) / 1e9)
+                    merged = combined and COLLECTIVE_OF_MOVE.get(move.kind) in COMBINED[cluster.device.platform]
+                    price = prices[move, layout] = (0.0 if merged else alone, (large - alone) / 1e9)
                 latency[row, column] += price[0]
                 per_byte[row, column] += price[1]
                 layout = after_move(layout, move, mesh)

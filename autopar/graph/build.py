@@ -4,8 +4,8 @@ One pass numbers values and operators over the whole tree of bodies, asks once f
 no body, and reads from each equation its phase:
 
     backward   its name stack holds ``transpose(…)`` (JAX writes that on every transposed equation)
-    update     it is not backward itself but depends on a value that is
-    forward    everything else
+    forward    its name stack holds ``jvp(…)``, or its result is needed by an equation of these two kinds
+    update     everything else (where nothing is differentiated, all is forward)
 
 An operator inside a loop or branch inherits the phase of the loop.
 """
@@ -87,13 +87,10 @@ class _Builder:
         constants = tuple(number(variable) for variable in jaxpr.constvars)
         inputs = tuple(number(variable) for variable in jaxpr.invars)
         operators = []
-        after_backward: set[int] = set()
-        for equation in jaxpr.eqns:
+        phases = [phase] * len(jaxpr.eqns) if phase else _phases(jaxpr)
+        for equation, own_phase in zip(jaxpr.eqns, phases, strict=True):
             operands = tuple(None if isinstance(atom, _compat.Literal) else ids[atom] for atom in equation.invars)
             results = tuple(number(variable) for variable in equation.outvars)
-            own_phase = phase or _phase(equation, operands, after_backward)
-            if own_phase is not Phase.FORWARD:
-                after_backward.update(results)
             operators.append(self._operator(equation, operands, results, own_phase, values))
         outputs = tuple(None if isinstance(atom, _compat.Literal) else ids[atom] for atom in jaxpr.outvars)
         return Graph(values, tuple(operators), inputs, outputs, constants, closed_jaxpr, trips)
@@ -142,12 +139,22 @@ def _value(identity: int, aval: Any) -> Value:
     return Value(identity, shape, str(dtype), int(itemsize))
 
 
-def _phase(equation: Any, operands: tuple[int | None, ...], after_backward: set[int]) -> Phase:
-    if "transpose(" in _compat.name_stack_text(equation):
-        return Phase.BACKWARD
-    if any(operand in after_backward for operand in operands if operand is not None):
-        return Phase.UPDATE
-    return Phase.FORWARD
+def _phases(jaxpr: Any) -> list[Phase]:
+    stacks = [_compat.name_stack_text(equation) for equation in jaxpr.eqns]
+    if not any("transpose(" in stack for stack in stacks):
+        return [Phase.FORWARD] * len(stacks)
+    phases = []
+    needed: set[Any] = set()
+    for equation, stack in zip(reversed(jaxpr.eqns), reversed(stacks), strict=True):
+        if "transpose(" in stack:
+            phases.append(Phase.BACKWARD)
+        elif "jvp(" in stack or not needed.isdisjoint(equation.outvars):
+            phases.append(Phase.FORWARD)
+        else:
+            phases.append(Phase.UPDATE)
+            continue
+        needed.update(atom for atom in equation.invars if not isinstance(atom, _compat.Literal))
+    return phases[::-1]
 
 
 def _is_linear(equation: Any) -> bool:
@@ -156,7 +163,8 @@ def _is_linear(equation: Any) -> bool:
         return False
     literals = [isinstance(atom, _compat.Literal) for atom in equation.invars]
     if name in LINEAR_IN_ALL_OPERANDS:
-        return not any(literals)
+        # Adding zero (as Python's sum begins) keeps a partial sum what it is; adding anything else does not.
+        return all(not literal or not np.any(atom.val) for atom, literal in zip(equation.invars, literals, strict=True))
     if name in LINEAR_WITH_A_LITERAL:
         return literals == [False, True] or (name == "mul" and literals == [True, False])
     if name == "convert_element_type":

@@ -27,6 +27,7 @@ class ClassEdge:
     target: End
     shape: tuple[int, ...]
     itemsize_bytes: int
+    combined: bool
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def merge_alike(problem: Problem, demands: Mapping[int, Hashable]) -> Quotient:
     colours = [hash(_first_colour(node, demands.get(index))) for index, node in enumerate(problem.nodes)]
     touching: list[list[tuple[int, int]]] = [[] for _ in problem.nodes]
     for edge in problem.edges:
-        look = (edge.source.port, edge.source.position, edge.target.port, edge.target.position, edge.shape, edge.weight)
+        look = (edge.combined, edge.source.port, edge.source.position, edge.target.port, edge.target.position, edge.shape, edge.weight)
         code = hash(tuple(part.value if isinstance(part, Port) else part for part in look))
         touching[edge.source.node].append((code, edge.target.node))
         touching[edge.target.node].append((~code, edge.source.node))
@@ -72,7 +73,7 @@ def _quotient(problem: Problem, colours: list[int]) -> Quotient:
     for edge in problem.edges:
         source = End(class_of[edge.source.node], edge.source.port, edge.source.position)
         target = End(class_of[edge.target.node], edge.target.port, edge.target.position)
-        edges[ClassEdge(source, target, edge.shape, edge.itemsize_bytes)] += edge.weight
+        edges[ClassEdge(source, target, edge.shape, edge.itemsize_bytes, edge.combined)] += edge.weight
     return Quotient(members, tuple(class_of), dict(edges))
 
 

@@ -162,7 +162,7 @@ def _add_edge(
 ) -> None:
     sources = _layouts_at(problem, quotient, choices, edge.source)
     targets = _layouts_at(problem, quotient, choices, edge.target)
-    table = reshard_table(edge.shape, choices.mesh, cluster)
+    table = reshard_table(edge.shape, choices.mesh, cluster, combined=edge.combined)
     array_bytes = float(np.prod(edge.shape)) * edge.itemsize_bytes
     matrix = table.between(sources, targets, array_bytes) * weight
     a, b = edge.source.node, edge.target.node

@@ -26,6 +26,7 @@ from autopar import _compat
 from autopar.cost_model.kernels import Kernel
 from autopar.graph.build import LoopKind
 from autopar.graph.fusion import Fusion, fuse
+from autopar.graph.gradients import gradient_values
 from autopar.graph.ir import FactorKind, Graph, Operator, Phase, Value
 
 COPY_WORTH_BYTES = 1 << 12
@@ -52,13 +53,17 @@ class End:
 
 @dataclass(frozen=True)
 class Edge:
-    """An array of ``shape`` goes from ``source`` to ``target``, ``weight`` times a step."""
+    """An array of ``shape`` goes from ``source`` to ``target``, ``weight`` times a step.
+
+    ``combined``: it is a gradient, whose collectives are merged with those of the others.
+    """
 
     source: End
     target: End
     shape: tuple[int, ...]
     itemsize_bytes: int
     weight: int
+    combined: bool = False
 
 
 @dataclass
@@ -160,6 +165,7 @@ class _ProblemBuilder:
 
     def __init__(self, graph: Graph) -> None:
         self._fusion = fuse(graph)
+        self._gradients = gradient_values(graph)
         self._values = {value.id: value for value in graph.all_values()}
         self._parent: dict[int, int] = {}
         self._partial: set[int] = set()
@@ -311,7 +317,8 @@ class _ProblemBuilder:
         def connect(source: End, target: End, value: int, weight: int) -> None:
             if source.node != target.node:
                 array = self._values[value]
-                edges.append(Edge(source, target, array.shape, array.itemsize_bytes, weight))
+                combined = value in self._gradients
+                edges.append(Edge(source, target, array.shape, array.itemsize_bytes, weight, combined))
 
         for value, needs in self._needs.items():
             if value not in node_of_value:

@@ -56,7 +56,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Found:
-    """A stage, the steps it lowers to, what is predicted of it, and how it was found."""
+    """A stage, the steps it lowers to, what is predicted of it, and how it was found.
+
+    ``model`` is the integer program whose solution ``options`` is; None when only the leanest plan keeps the budget, so
+    that seconds did not decide.
+    """
 
     stage: Stage
     program: SpmdProgram
@@ -66,6 +70,7 @@ class Found:
     quotient: Quotient
     choices: Choices
     options: tuple[int, ...]
+    model: Model | None
 
 
 def search(task: Task) -> Found:
@@ -123,7 +128,7 @@ def _on_mesh(task: Task, problem: Problem, mesh: Mesh) -> Found:
     choices = choices_on(problem, quotient, mesh, task.cluster, allowed)
     model = Model(choices.node_seconds, choices.edge_seconds)
 
-    def complete(solution: Solution) -> Found:
+    def complete(solution: Solution, solved: Model | None) -> Found:
         stage = stage_of(task.graph, problem, quotient, choices, solution.options)
         program = lower(task.graph, stage, output_layouts(task.graph, stage, task.state_pairs))
         memory = predict_memory(
@@ -136,12 +141,12 @@ def _on_mesh(task: Task, problem: Problem, mesh: Mesh) -> Found:
         prediction = predict(program, problem.fusion, task.cluster, memory)
         reduced = reduce_model(model).model.num_variables
         report = SolverReport(model.num_variables, reduced, 0.0, solution.gap)
-        return Found(stage, program, prediction, report, problem, quotient, choices, solution.options)
+        return Found(stage, program, prediction, report, problem, quotient, choices, solution.options, solved)
 
     solution = solve(model, time_limit_seconds=task.solver_seconds)
     if solution is None:
         raise PlanError(f"the demands leave no plan on the mesh {mesh}")
-    found = complete(solution)
+    found = complete(solution, model)
     if found.prediction.memory.total_bytes <= task.budget_bytes:
         return found
     return _within_budget(task, problem, quotient, choices, complete, found)
@@ -152,7 +157,7 @@ def _within_budget(
     problem: Problem,
     quotient: Quotient,
     choices: Choices,
-    complete: Callable[[Solution], Found],
+    complete: Callable[[Solution, Model | None], Found],
     first: Found,
 ) -> Found:
     """Solve with memory rows, tightened until the exact prediction keeps the budget."""
@@ -161,11 +166,11 @@ def _within_budget(
     limit = task.budget_bytes
     leanest = first.prediction.memory
     for _ in range(TIGHTENINGS):
-        scaled = [replace(row, budget=limit) for row in rows]
-        solution = solve(replace(model, memory=scaled), time_limit_seconds=task.solver_seconds) if limit > 0 else None
+        bounded = replace(model, memory=[replace(row, budget=limit) for row in rows])
+        solution = solve(bounded, time_limit_seconds=task.solver_seconds) if limit > 0 else None
         if solution is None:
             break
-        found = complete(solution)
+        found = complete(solution, bounded)
         memory = found.prediction.memory
         if memory.total_bytes <= task.budget_bytes:
             return found
@@ -174,7 +179,7 @@ def _within_budget(
         limit -= max(memory.total_bytes - task.budget_bytes, 0.01 * task.budget_bytes)
     lean = solve(_byte_model(model, rows), time_limit_seconds=task.solver_seconds)
     if lean is not None:
-        found = complete(lean)
+        found = complete(lean, None)
         if found.prediction.memory.total_bytes <= task.budget_bytes:
             return found
         if found.prediction.memory.total_bytes < leanest.total_bytes:

@@ -107,7 +107,7 @@ def make_step(method: str) -> Step:
         return PlainStep()
     import autopar
 
-    return autopar.parallelize(model.train_step, method=method)
+    return autopar.parallelize(method=method)(model.train_step)
 
 
 def explain(method: str, step: Step, state: model.TrainState, batch: Any) -> str:

@@ -1,0 +1,243 @@
+"""Why does a parameter lie as it does?  What would the best plan cost in which it lies otherwise?
+
+With x* the solution and a* the option that the nodes of a group of parameters take in it, the *runner-up* is
+
+    x′ = argmin { c(x) : xᵢ ≠ a*  for every i of the group },        extra = c(x′) − c(x*) ≥ 0,
+
+the same integer program with one option forbidden; everything else may change with it.  Where the runner-up costs the
+same (a cut along another dimension, say) a second question is asked: what if the group were cut into another number of
+pieces?  Both plans are lowered and priced step by step, so the difference can be said by collective and operator.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import numpy as np
+
+from autopar.cluster import Cluster
+from autopar.cost_model.predict import collectives_of, run_costs
+from autopar.errors import PlanError
+from autopar.graph.ir import Graph
+from autopar.intra_op.extract import stage_of
+from autopar.intra_op.ilp import solve
+from autopar.intra_op.model import Model, Solution
+from autopar.intra_op.search import Found
+from autopar.plan import Axes, Layout, Stage
+from autopar.schedule.reshard import shares
+from autopar.schedule.spmd import SpmdProgram, lower, output_layouts
+
+MAX_QUESTIONS = 12
+"""So many groups are asked about, the heaviest first."""
+
+SAME_SHARE = 1e-3
+"""Two plans within this share of the step's seconds cost the same."""
+
+
+class Answer(Enum):
+    """What came of the question."""
+
+    COMPARED = "compared"
+    ONLY_CHOICE = "only_choice"
+    LEANEST = "leanest"
+    NO_TIME = "no_time"
+
+
+@dataclass(frozen=True)
+class CostChange:
+    """What a part of a step takes longer in the other plan: a collective over ``axes``, or (``axes`` empty) an operator.
+
+    ``what`` is the kind of the collective or the primitive.
+    """
+
+    what: str
+    axes: Axes
+    phase: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """The best plan in which the group lies otherwise.
+
+    ``extra_seconds`` is the difference of the objectives, ``changes`` where the predictions differ (largest first; they
+    sum to ``predicted_extra_seconds``), ``extra_state_bytes`` what a device holds more at rest, ``moved`` the other
+    inputs of the program that lie otherwise with it.
+    """
+
+    layout: Layout
+    copy: Layout | None
+    extra_seconds: float
+    predicted_extra_seconds: float
+    changes: tuple[CostChange, ...]
+    extra_state_bytes: int
+    moved: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Why:
+    """The answer for one group of values: the runner-up, and where that costs the same, the best of another cut.
+
+    ``unlimited`` is the layout in the best plan without a memory budget, where that is another one; that plan is faster
+    by ``unlimited_gain_seconds``.
+    """
+
+    values: tuple[int, ...]
+    answer: Answer
+    alternatives: tuple[Alternative, ...] = ()
+    unlimited: Layout | None = None
+    unlimited_gain_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Question:
+    """The program and the plan that are asked about; ``state_pairs`` as in :class:`autopar.intra_op.search.Task`."""
+
+    found: Found
+    graph: Graph
+    state_pairs: tuple[tuple[int, int], ...]
+    cluster: Cluster
+
+
+def why(question: Question, groups: Sequence[Sequence[int]], *, time_limit_seconds: float) -> tuple[Why, ...]:
+    """One answer per group of input values, in the order given, which should be the heaviest first.
+
+    Groups beyond ``MAX_QUESTIONS`` or the time limit are answered with ``NO_TIME``; groups that stand for the same
+    variables are solved once.
+    """
+    asked = _Asked(question, time.monotonic() + time_limit_seconds)
+    return tuple(asked.answer(tuple(group)) for group in groups)
+
+
+def forbid(model: Model, banned: dict[int, Sequence[int]]) -> Model:
+    """The model without the given options of the given nodes."""
+    nodes = list(model.nodes)
+    for node, options in banned.items():
+        nodes[node] = nodes[node].copy()
+        nodes[node][list(options)] = np.inf
+    return replace(model, nodes=nodes)
+
+
+class _Asked:
+    """Owns the clock, what was answered, and the price list of the chosen plan."""
+
+    def __init__(self, question: Question, deadline: float) -> None:
+        self._question = question
+        self._deadline = deadline
+        self._known: dict[frozenset[int], Why] = {}
+        self._prices = _prices(question.found.program, question)
+        self._unlimited: tuple[Stage, float] | None = None
+        model = question.found.model
+        if model is not None:
+            self._cost = model.cost(question.found.options)
+            if model.memory and (free := self._solve(replace(model, memory=[]))) is not None:
+                self._unlimited = self._stage(free), self._cost - free.cost
+
+    def answer(self, group: tuple[int, ...]) -> Why:
+        found = self._question.found
+        nodes = [found.problem.node_of_value[value] for value in group if value in found.problem.node_of_value]
+        classes = frozenset(found.quotient.class_of[node] for node in nodes)
+        if (known := self._known.get(classes)) is not None:
+            return replace(known, values=group)
+        if found.model is None:
+            return Why(group, Answer.LEANEST)
+        if all(len(found.choices.options[number]) < 2 for number in classes):
+            return Why(group, Answer.ONLY_CHOICE)
+        if len(self._known) >= MAX_QUESTIONS or time.monotonic() > self._deadline:
+            return Why(group, Answer.NO_TIME)
+        self._known[classes] = self._compare(group, classes)
+        return self._known[classes]
+
+    def _compare(self, group: tuple[int, ...], classes: frozenset[int]) -> Why:
+        found = self._question.found
+        assert found.model is not None
+        chosen = {number: [found.options[number]] for number in classes}
+        solution = self._solve(forbid(found.model, chosen))
+        if solution is None:
+            late = time.monotonic() > self._deadline
+            return self._limited(Why(group, Answer.NO_TIME if late else Answer.ONLY_CHOICE))
+        alternatives = [self._alternative(group, solution)]
+        home = found.stage.homes[group[0]]
+        pieces = shares(home, found.choices.mesh)
+        same = SAME_SHARE * found.prediction.step_seconds
+        if alternatives[0].extra_seconds < same and shares(alternatives[0].layout, found.choices.mesh) == pieces:
+            likewise = {number: self._cut_into(pieces, number) for number in classes}
+            if (other := self._solve(forbid(found.model, likewise))) is not None:
+                alternatives.append(self._alternative(group, other))
+        return self._limited(Why(group, Answer.COMPARED, tuple(alternatives)))
+
+    def _cut_into(self, pieces: int, number: int) -> list[int]:
+        choices = self._question.found.choices
+        options = enumerate(choices.options[number])
+        return [k for k, o in options if isinstance(o, Layout) and shares(o, choices.mesh) == pieces]
+
+    def _limited(self, answer: Why) -> Why:
+        """Say how the values would lie if memory were no object."""
+        if self._unlimited is None:
+            return answer
+        stage, gain = self._unlimited
+        layout = stage.homes[answer.values[0]]
+        if layout == self._question.found.stage.homes[answer.values[0]]:
+            return answer
+        return replace(answer, unlimited=layout, unlimited_gain_seconds=gain)
+
+    def _solve(self, model: Model) -> Solution | None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            return None
+        try:
+            solution = solve(model, time_limit_seconds=left)
+        except PlanError:
+            # No solution in the time that was left.
+            return None
+        return solution if solution is not None and np.isfinite(solution.cost) else None
+
+    def _stage(self, solution: Solution) -> Stage:
+        found = self._question.found
+        return stage_of(self._question.graph, found.problem, found.quotient, found.choices, solution.options)
+
+    def _alternative(self, group: tuple[int, ...], solution: Solution) -> Alternative:
+        question = self._question
+        stage = self._stage(solution)
+        layouts = output_layouts(question.graph, stage, question.state_pairs)
+        program = lower(question.graph, stage, layouts)
+        prices = _prices(program, question)
+        differences = {key: prices[key] - self._prices[key] for key in prices.keys() | self._prices.keys()}
+        changes = [CostChange(*key, seconds) for key, seconds in differences.items() if seconds]
+        changes.sort(key=lambda change: (-abs(change.seconds), change.what, change.axes, change.phase))
+        mine = set(group)
+        moved = tuple(v for v in question.graph.inputs if v not in mine and stage.homes.get(v) != question.found.stage.homes.get(v))
+        return Alternative(
+            layout=stage.homes[group[0]],
+            copy=stage.copies.get(group[0]),
+            extra_seconds=solution.cost - self._cost,
+            predicted_extra_seconds=sum(differences.values()),
+            changes=tuple(changes),
+            extra_state_bytes=_input_bytes(program) - _input_bytes(question.found.program),
+            moved=moved,
+        )
+
+
+def _prices(program: SpmdProgram, question: Question) -> Counter[tuple[str, Axes, str]]:
+    """Seconds of a step by (collective or primitive, axes, phase)."""
+    prices: Counter[tuple[str, Axes, str]] = Counter()
+    for key, seconds in _priced(program, question):
+        prices[key] += seconds
+    return prices
+
+
+def _priced(program: SpmdProgram, question: Question) -> Iterator[tuple[tuple[str, Axes, str], float]]:
+    for run in run_costs(program, question.found.problem.fusion, question.cluster):
+        yield (run.operator.primitive, (), run.operator.phase.value), run.seconds
+    for use in collectives_of(program, question.cluster):
+        yield (use.kind, use.axes, use.phase), use.seconds
+
+
+def _input_bytes(program: SpmdProgram) -> int:
+    """Bytes of the inputs on one device."""
+    sizes = ((program.values[buffer.value].size_bytes, shares(buffer.layout, program.mesh)) for buffer in program.inputs)
+    return sum(size // pieces for size, pieces in sizes)

@@ -1,0 +1,302 @@
+"""Do the example and the models of the benchmarks train, resume exactly, and mean the same in their several forms?"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from benchmarks.models import FAMILIES, Size, build
+from examples.gpt import data, generate, model, train
+from examples.gpt.checkpoint import Checkpoints
+
+TINY = model.GPTConfig(vocab_size=64, hidden=32, layers=3, heads=4, sequence=8)
+TEXT_BYTES = 400_000
+
+
+@pytest.fixture(scope="session")
+def dataset_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dataset")
+    data.prepare(folder, vocab_size=512, max_bytes=TEXT_BYTES)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def dataset(dataset_folder: Path) -> data.Dataset:
+    return data.prepare(dataset_folder, vocab_size=512, max_bytes=TEXT_BYTES)
+
+
+# ---------------------------------------------------------------------------------------------------------- the models
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_toy_step_learns_its_batch(name: str) -> None:
+    toy = build(name, Size.TOY)
+    state, batch, step = jax.jit(toy.make_state)(), toy.make_batch(toy.batch_size), jax.jit(toy.train_step)
+    losses = []
+    for _ in range(20):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_toy_step_is_float64_throughout_when_asked(name: str) -> None:
+    with jax.enable_x64(True):
+        toy = build(name, Size.TOY, jnp.float64)
+        state, batch = toy.abstract_state(), toy.abstract_batch()
+        jaxpr = jax.make_jaxpr(toy.train_step)(state, batch)
+        after, metrics = jax.eval_shape(toy.train_step, state, batch)
+    assert metrics["loss"].dtype == jnp.float64
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), after) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), state
+    )
+    assert "f32[" not in str(jaxpr), "some of the step computes in float32 arrays"
+
+
+def test_published_sizes_have_the_parameters_of_their_names() -> None:
+    counts = {name: model.parameter_count(config) for name, config in model.PRESETS.items() if name != "demo"}
+    unit = {"M": 1e6, "B": 1e9}
+    for name, count in counts.items():
+        assert count == pytest.approx(float(name[:-1]) * unit[name[-1]], rel=0.08), name
+    llama = build("llama_nnx", "8B").abstract_state()
+    params = jax.tree.leaves(llama[0])
+    assert sum(math.prod(leaf.shape) for leaf in params) == 8_030_261_248  # the model card's 8.03 B
+
+
+def test_a_name_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(KeyError, match="llama_nnx"):
+        build("bert")
+    with pytest.raises(KeyError, match=r"1\.3B"):
+        build("gpt", "1.4B")
+
+
+def _stacked(params: dict[str, Any], layers: int) -> dict[str, Any]:
+    """The parameters of the unrolled GPT as the scanned one keeps them."""
+    rest = {name: value for name, value in params.items() if not name.startswith("layer")}
+    return {**rest, "layers": jax.tree.map(lambda *parts: jnp.stack(parts), *(params[f"layer{i}"] for i in range(layers)))}
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("tie_embeddings", [False, True])
+def test_scanned_layers_mean_what_unrolled_ones_do(remat: bool, tie_embeddings: bool) -> None:
+    with jax.enable_x64(True):
+        config = dataclasses.replace(TINY, dtype=jnp.float64, param_dtype=jnp.float64, tie_embeddings=tie_embeddings)
+        scanned = model.GPT(dataclasses.replace(config, scan_layers=True, remat=remat))
+        tokens = jax.random.randint(jax.random.key(1), (2, config.sequence), 0, config.vocab_size)
+        params = model.GPT(config).init(jax.random.key(0), tokens)["params"]
+
+        def loss(module: model.GPT, params: Any) -> jax.Array:
+            return model.cross_entropy(module.apply({"params": params}, tokens), tokens)
+
+        expected, gradients = jax.jit(jax.value_and_grad(partial(loss, model.GPT(config))))(params)
+        stacked = _stacked(params, config.layers)
+        got, stacked_gradients = jax.jit(jax.value_and_grad(partial(loss, scanned)))(stacked)
+        np.testing.assert_allclose(got, expected, rtol=1e-12)
+        jax.tree.map(
+            partial(np.testing.assert_allclose, rtol=1e-8, atol=1e-14),
+            stacked_gradients,
+            _stacked(gradients, config.layers),
+        )
+
+
+def test_no_position_sees_those_after_it() -> None:
+    module = model.GPT(TINY)
+    tokens = jnp.arange(TINY.sequence)[None] % TINY.vocab_size
+    params = module.init(jax.random.key(0), tokens)
+    before = module.apply(params, tokens)
+    after = module.apply(params, tokens.at[0, 5].add(1))
+    np.testing.assert_array_equal(before[:, :5], after[:, :5])
+    assert float(jnp.abs(before[:, 5:] - after[:, 5:]).max(axis=-1).min()) > 1e-6
+
+
+def test_dropout_masks_change_with_the_step_and_not_with_the_call() -> None:
+    config = dataclasses.replace(TINY, dropout=0.3)
+    state = model.create_state(jax.random.key(0), config, model.OptimizerConfig())
+    batch = {"tokens": jnp.ones((2, 8), jnp.int32), "targets": jnp.zeros((2, 8), jnp.int32)}
+    step = jax.jit(model.train_step)
+    losses = [float(step(state.replace(step=jnp.int32(number)), batch)[1]["loss"]) for number in (3, 3, 4)]
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_weight_decay_pulls_matrices_only() -> None:
+    params = model.GPT(TINY).init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+    mask = model.decayed(params)
+    assert mask["layer0"]["attention"]["query"] == {"kernel": True, "bias": False}
+    assert mask["layer0"]["norm1"] == {"scale": False, "bias": False}
+    assert mask["embed"]["embedding"] is True and mask["position"] is False
+
+
+# ------------------------------------------------------------------------------------------------------------ the data
+
+
+@given(text=st.text())
+def test_every_string_survives_the_tokenizer(dataset: data.Dataset, text: str) -> None:
+    assert dataset.decode(dataset.encode(text)) == text
+
+
+def test_tokens_of_the_corpus_decode_to_its_files(dataset: data.Dataset) -> None:
+    texts, held_out = data.read_corpus(TEXT_BYTES)
+    for stream, files in ((dataset.train, texts), (dataset.validation, held_out)):
+        end = dataset.tokenizer.token_to_id(data.END_OF_FILE)
+        first = stream[: int(np.argmax(stream == end))]
+        assert stream.dtype == np.uint16
+        assert dataset.decode(first.tolist()) == files[0]
+        assert np.count_nonzero(stream == end) == len(files)
+    assert not set(texts).intersection(text for text in held_out if text)
+    assert sum(len(text.encode()) for text in texts + held_out) <= TEXT_BYTES
+
+
+def test_a_dataset_is_made_once_and_anew_for_other_arguments(dataset_folder: Path) -> None:
+    stamp = (dataset_folder / "tokenizer.json").stat().st_mtime_ns
+    data.prepare(dataset_folder, vocab_size=512, max_bytes=TEXT_BYTES)
+    assert (dataset_folder / "tokenizer.json").stat().st_mtime_ns == stamp
+    with pytest.raises(ValueError, match="uint16"):
+        data.prepare(dataset_folder, vocab_size=70_000)
+
+
+def test_a_dataset_made_for_another_vocabulary_is_replaced(tmp_path: Path) -> None:
+    for vocab_size in (300, 320):
+        made = data.prepare(tmp_path, vocab_size, max_bytes=100_000)
+        assert made.tokenizer.get_vocab_size() == vocab_size
+
+
+@given(
+    length=st.integers(60, 300),
+    batch_size=st.integers(1, 7),
+    before=st.integers(0, 20),
+    seed=st.integers(0, 3),
+)
+def test_a_restored_iterator_goes_on_as_the_uninterrupted_one(length: int, batch_size: int, before: int, seed: int) -> None:
+    stream = np.arange(length, dtype=np.uint16)
+    uninterrupted = data.BatchIterator(stream, batch_size, 10, seed)
+    for _ in range(before):
+        next(uninterrupted)
+    resumed = data.BatchIterator(stream, batch_size, 10, seed, position=uninterrupted.position)
+    for _ in range(5):
+        expected, got = next(uninterrupted), next(resumed)
+        np.testing.assert_array_equal(got["tokens"], expected["tokens"])
+        np.testing.assert_array_equal(got["targets"], got["tokens"] + 1)
+        assert got["tokens"].shape == (batch_size, 10)
+
+
+def test_an_epoch_shows_every_window_once_and_the_next_another_order() -> None:
+    stream = np.arange(1000, dtype=np.uint16)
+    batches = data.BatchIterator(stream, batch_size=1, sequence=10)
+    windows = 98
+    epochs = [[int(next(batches)["tokens"][0, 0]) for _ in range(windows)] for _ in range(2)]
+    for epoch in epochs:
+        assert len(set(epoch)) == windows and len({start % 10 for start in epoch}) == 1
+    assert epochs[0] != epochs[1]
+
+
+def test_a_stream_shorter_than_a_sequence_is_refused() -> None:
+    with pytest.raises(ValueError, match="too few"):
+        data.BatchIterator(np.zeros(15, np.uint16), 1, 10)
+
+
+# ---------------------------------------------------------------------------------------------------------- the script
+
+
+def _settings(tmp_path: Path, **changes: Any) -> train.Settings:
+    small = train.Settings(
+        method=train.NO_PLAN,
+        steps=8,
+        run_dir=tmp_path / "run",
+        batch_size=4,
+        sequence=16,
+        layers=1,
+        dropout=0.1,
+        text_bytes=TEXT_BYTES,
+        validation_batches=1,
+        sample_tokens=3,
+        checkpoint_every=2,
+    )
+    return dataclasses.replace(small, **changes)
+
+
+def _session(settings: train.Settings, stream: data.Tokens, checkpoints: Checkpoints) -> train.Session:
+    batches = data.BatchIterator(stream, settings.batch_size, settings.gpt_config().sequence)
+    console = Console(file=io.StringIO())
+    return train.Session(settings, console, train.make_step(settings.method), batches, checkpoints)
+
+
+def _train(settings: train.Settings, stream: data.Tokens, interrupt_after: int | None) -> tuple[dict[int, float], bool]:
+    """One run (or its resumption); the losses of its steps and whether it came to its end."""
+    losses: dict[int, float] = {}
+
+    def on_step(number: int, loss: float) -> None:
+        losses[number] = loss
+        if number == interrupt_after:
+            signal.raise_signal(signal.SIGINT)
+
+    init_fn = partial(model.create_state, jax.random.key(0), settings.gpt_config(), settings.optimizer_config())
+    with Checkpoints(settings.run_dir / "checkpoints") as checkpoints:
+        session = _session(settings, stream, checkpoints)
+        state = session.resume(session.step.init(init_fn, session.batches.shapes()))
+        _, complete = train.train(session, state, on_step)
+    return losses, complete
+
+
+def test_an_interrupted_run_resumes_to_the_very_same_losses(tmp_path: Path, dataset: data.Dataset) -> None:
+    whole, complete = _train(_settings(tmp_path / "whole"), dataset.train, None)
+    assert complete and list(whole) == list(range(1, 9))
+
+    settings = _settings(tmp_path / "halves")
+    first, complete = _train(settings, dataset.train, interrupt_after=3)
+    assert not complete and list(first) == [1, 2, 3]
+    second, complete = _train(settings, dataset.train, None)
+    assert complete and list(second) == [4, 5, 6, 7, 8]
+    assert {**first, **second} == whole
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_interrupt_is_an_ordinary_one() -> None:
+    with pytest.raises(KeyboardInterrupt), train.Interruption(Console(file=io.StringIO())) as interruption:
+        signal.raise_signal(signal.SIGINT)
+        assert interruption.requested
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_the_script_trains_then_finds_nothing_left_and_refuses_another_model(tmp_path: Path) -> None:
+    settings = _settings(tmp_path, steps=2)
+    texts = []
+    for _ in range(2):
+        output = io.StringIO()
+        assert train.run(settings, Console(file=output, width=200)) == 0
+        texts.append(output.getvalue())
+    assert "step     2   loss" in texts[0] and "resumed" not in texts[0]
+    assert "resumed after step 2, 8 examples into the data" in texts[1] and "step     2" not in texts[1]
+    validation = [line for text in texts for line in text.splitlines() if "validation loss" in line]
+    assert len(validation) == 2 and validation[0] == validation[1]
+    assert "plain jax.jit" in (settings.run_dir / "explanation.txt").read_text()
+    with pytest.raises(SystemExit, match="layers was 1, is 2"):
+        train.run(dataclasses.replace(settings, layers=2), Console(file=io.StringIO()))
+
+
+def test_the_command_line_reaches_the_settings() -> None:
+    arguments = "--preset 1M --steps 7 --method zero3 --layers 2 --scan-layers --dtype bfloat16 --run-dir somewhere"
+    settings = train.parse(arguments.split())
+    assert (settings.steps, settings.method, settings.run_dir) == (7, "zero3", Path("somewhere"))
+    config = settings.gpt_config()
+    assert (config.layers, config.scan_layers, config.dtype) == (2, True, jnp.bfloat16)
+    assert train.parse([]) == train.Settings()
+
+
+def test_a_sample_follows_its_prompt_with_what_the_model_predicts() -> None:
+    def counting(variables: Any, tokens: jax.Array) -> jax.Array:  # after t comes t + 1, without doubt
+        return 100.0 * jax.nn.one_hot((tokens + 1) % 16, 16)
+
+    assert generate.sample(counting, {}, [3, 4], sequence=4, length=6) == [3, 4, 5, 6, 7, 8, 9, 10]
