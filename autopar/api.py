@@ -162,8 +162,13 @@ class Parallelized:
     def records_of(
         self, subject: Subjected, *, cluster: Cluster, method: str | Method | None = None, within_budget: bool = True
     ) -> tuple[Plan, Found | None]:
-        """Plan and planner's records for a step that was traced before, if need be without the memory budget."""
+        """Plan and planner's records for a step that was traced before, if need be without the memory budget.
+
+        A mesh shape that the user demands is not demanded of another method.
+        """
         demands = self._demands(method)
+        if method is not None:
+            demands = replace(demands, mesh_shape=None)
         if not within_budget:
             demands = replace(demands, memory_per_device=math.inf)
         with self._progress() as progress:

@@ -17,3 +17,7 @@ class ClusterError(AutoparError):
 
 class PlanError(AutoparError):
     """No plan meets the demands, or a plan does not fit the function or the cluster."""
+
+
+class InternalError(AutoparError):
+    """A pass of this library broke a promise that the next one relies on; a bug to report, with the program at hand."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopar.cluster import Mesh
@@ -193,3 +194,30 @@ class Plan:
     def peak_bytes(self) -> int:
         """Predicted bytes on the fullest device."""
         return self.prediction.memory.total_bytes
+
+    def summary(self) -> str:
+        """One line: method, meshes, predicted milliseconds of a step, MiB on one device, proven gap."""
+        meshes = " | ".join(str(stage.mesh) for stage in self.stages)
+        return (
+            f"{self.method} on {meshes}: {self.step_seconds * 1e3:.3f} ms per step, "
+            f"{self.peak_bytes / 2**20:.1f} MiB per device, gap {self.solver.gap:.2%}"
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write this plan as versioned JSON, at once or not at all (see :mod:`autopar.plan_file`).
+
+        Raises :class:`~autopar.errors.PlanError` if the file cannot be written.
+        """
+        from autopar.plan_file import save_plan
+
+        save_plan(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan that :meth:`save` wrote; the result is equal to it.
+
+        Raises :class:`~autopar.errors.PlanError` naming the file, the field and what to do.
+        """
+        from autopar.plan_file import load_plan
+
+        return load_plan(path)

@@ -284,7 +284,7 @@ def shape_specs() -> list[Spec]:
         spec("copy", "ij->ij", jnp.copy, x),
         spec("iota", "->ij", lambda: lax.broadcasted_iota(jnp.int32, (8, 16), 1)),
         spec("iota", "->ij", lambda: lax.broadcasted_iota(jnp.float32, (16, 8), 0)),
-        spec("iota", "->i", lambda: lax.iota(jnp.bfloat16, 1024)),
+        spec("iota", "->i", lambda: lax.iota(jnp.bfloat16, 4096)),
         spec("iota", "->i", lambda: lax.iota(jnp.uint8, 256)),
     ]  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+import re
 import signal
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from benchmarks.models import FAMILIES, Size, build
 from examples.gpt import data, generate, model, train
 from examples.gpt.checkpoint import Checkpoints
 
-TINY = model.GPTConfig(vocab_size=64, hidden=32, layers=3, heads=4, sequence=8)
+TINY = model.GPTConfig(vocab_size=64, hidden=32, layers=2, heads=4, sequence=8)
 TEXT_BYTES = 400_000
 
 
@@ -63,7 +64,7 @@ def test_toy_step_is_float64_throughout_when_asked(name: str) -> None:
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), after) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), state
     )
-    assert "f32[" not in str(jaxpr), "some of the step computes in float32 arrays"
+    assert not re.search(r"f32\[\d", str(jaxpr)), "float32 arrays in the step; only Optax's scalar schedule may be that"
 
 
 def test_published_sizes_have_the_parameters_of_their_names() -> None:
@@ -86,17 +87,19 @@ def test_a_name_that_is_not_there_is_refused_with_those_that_are() -> None:
 def _stacked(params: dict[str, Any], layers: int) -> dict[str, Any]:
     """The parameters of the unrolled GPT as the scanned one keeps them."""
     rest = {name: value for name, value in params.items() if not name.startswith("layer")}
-    return {**rest, "layers": jax.tree.map(lambda *parts: jnp.stack(parts), *(params[f"layer{i}"] for i in range(layers)))}
+    return {
+        **rest,
+        "layers": jax.tree.map(lambda *parts: jnp.stack(parts), *(params[f"layer{i}"] for i in range(layers))),
+    }
 
 
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("tie_embeddings", [False, True])
+@pytest.mark.parametrize(("remat", "tie_embeddings"), [(False, True), (True, False)])
 def test_scanned_layers_mean_what_unrolled_ones_do(remat: bool, tie_embeddings: bool) -> None:
     with jax.enable_x64(True):
         config = dataclasses.replace(TINY, dtype=jnp.float64, param_dtype=jnp.float64, tie_embeddings=tie_embeddings)
         scanned = model.GPT(dataclasses.replace(config, scan_layers=True, remat=remat))
         tokens = jax.random.randint(jax.random.key(1), (2, config.sequence), 0, config.vocab_size)
-        params = model.GPT(config).init(jax.random.key(0), tokens)["params"]
+        params = jax.jit(model.GPT(config).init)(jax.random.key(0), tokens)["params"]
 
         def loss(module: model.GPT, params: Any) -> jax.Array:
             return model.cross_entropy(module.apply({"params": params}, tokens), tokens)
@@ -114,17 +117,17 @@ def test_scanned_layers_mean_what_unrolled_ones_do(remat: bool, tie_embeddings: 
 
 def test_no_position_sees_those_after_it() -> None:
     module = model.GPT(TINY)
-    tokens = jnp.arange(TINY.sequence)[None] % TINY.vocab_size
-    params = module.init(jax.random.key(0), tokens)
-    before = module.apply(params, tokens)
-    after = module.apply(params, tokens.at[0, 5].add(1))
+    apply = jax.jit(module.apply)
+    tokens = jnp.arange(TINY.sequence)[None]
+    params = jax.jit(module.init)(jax.random.key(0), tokens)
+    before, after = apply(params, tokens), apply(params, tokens.at[0, 5].add(1))
     np.testing.assert_array_equal(before[:, :5], after[:, :5])
     assert float(jnp.abs(before[:, 5:] - after[:, 5:]).max(axis=-1).min()) > 1e-6
 
 
 def test_dropout_masks_change_with_the_step_and_not_with_the_call() -> None:
     config = dataclasses.replace(TINY, dropout=0.3)
-    state = model.create_state(jax.random.key(0), config, model.OptimizerConfig())
+    state = jax.jit(partial(model.create_state, jax.random.key(0), config, model.OptimizerConfig()))()
     batch = {"tokens": jnp.ones((2, 8), jnp.int32), "targets": jnp.zeros((2, 8), jnp.int32)}
     step = jax.jit(model.train_step)
     losses = [float(step(state.replace(step=jnp.int32(number)), batch)[1]["loss"]) for number in (3, 3, 4)]
@@ -132,7 +135,7 @@ def test_dropout_masks_change_with_the_step_and_not_with_the_call() -> None:
 
 
 def test_weight_decay_pulls_matrices_only() -> None:
-    params = model.GPT(TINY).init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+    params = jax.eval_shape(model.GPT(TINY).init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
     mask = model.decayed(params)
     assert mask["layer0"]["attention"]["query"] == {"kernel": True, "bias": False}
     assert mask["layer0"]["norm1"] == {"scale": False, "bias": False}
@@ -179,7 +182,9 @@ def test_a_dataset_made_for_another_vocabulary_is_replaced(tmp_path: Path) -> No
     before=st.integers(0, 20),
     seed=st.integers(0, 3),
 )
-def test_a_restored_iterator_goes_on_as_the_uninterrupted_one(length: int, batch_size: int, before: int, seed: int) -> None:
+def test_a_restored_iterator_goes_on_as_the_uninterrupted_one(
+    length: int, batch_size: int, before: int, seed: int
+) -> None:
     stream = np.arange(length, dtype=np.uint16)
     uninterrupted = data.BatchIterator(stream, batch_size, 10, seed)
     for _ in range(before):
@@ -264,10 +269,11 @@ def test_an_interrupted_run_resumes_to_the_very_same_losses(tmp_path: Path, data
 
 
 def test_a_second_interrupt_is_an_ordinary_one() -> None:
-    with pytest.raises(KeyboardInterrupt), train.Interruption(Console(file=io.StringIO())) as interruption:
+    with train.Interruption(Console(file=io.StringIO())) as interruption:
         signal.raise_signal(signal.SIGINT)
         assert interruption.requested
-        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_the_script_trains_then_finds_nothing_left_and_refuses_another_model(tmp_path: Path) -> None:

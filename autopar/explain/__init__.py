@@ -1,1 +1,7 @@
-"""What was decided, why, and was the prediction right."""
+"""The plan in words and figures, for a terminal, a notebook, or a program."""
+
+from autopar.explain.compare import Comparison
+from autopar.explain.explanation import Explanation
+from autopar.explain.gather import explain
+
+__all__ = ["Comparison", "Explanation", "explain"]

@@ -77,7 +77,7 @@ def solve(model: Model, *, time_limit_seconds: float = 60.0, backend: Backend | 
         return None
     options = reduced.lift(core.options)
     cost = model.cost(options)
-    return Solution(options, cost, cost - (core.cost - core.bound))
+    return Solution(options, cost, cost - (core.cost - core.bound), reduced.model.num_variables)
 
 
 def _solve_core(model: Model, time_limit_seconds: float, backend: Backend) -> Solution | None:

@@ -59,11 +59,15 @@ class Model:
 
 @dataclass(frozen=True)
 class Solution:
-    """One option per node, its cost, and a proven lower bound on any solution's cost."""
+    """One option per node, its cost, and a proven lower bound on any solution's cost.
+
+    ``core_variables`` is the size of the integer program that was left after the exact reductions.
+    """
 
     options: tuple[int, ...]
     cost: float
     bound: float
+    core_variables: int = 0
 
     @property
     def gap(self) -> float:

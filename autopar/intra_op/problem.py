@@ -233,6 +233,12 @@ class _ProblemBuilder:
             for inputs in zip(*(body.inputs for body in operator.bodies), strict=True):
                 for other in inputs[1:]:
                     self.union(inputs[0], other)
+        if operator.primitive == LoopKind.WHILE:
+            # The condition reads the very buffers that the body carries.
+            condition, body = operator.bodies
+            split, consts = (operator.equation.params[name] for name in ("cond_nconsts", "body_nconsts"))
+            for tested, carried in zip(condition.inputs[split:], body.inputs[consts:], strict=True):
+                self.union(tested, carried)
 
     def add_outputs(self, graph: Graph, source_of_output: dict[int, int]) -> None:
         """State returns to the layout it came in; other outputs must not stay partial."""
@@ -420,9 +426,8 @@ def loop_links(operator: Operator) -> list[LoopLink]:
                 into(operand, inner)
             for operand, inner in zip(operator.operands[split : split + consts], body.inputs[:consts], strict=True):
                 into(operand, inner)
-            for operand, inner, tested in zip(init, carries_in, condition.inputs[split:], strict=True):
+            for operand, inner in zip(init, carries_in, strict=True):
                 into(operand, inner)
-                links.append(LoopLink(inner, Port.VALUE, tested, Port.VALUE, inner, 1, inside=True))
             for inner_out, carry, result in zip(body.outputs, carries_in, operator.results, strict=True):
                 if inner_out is not None:
                     links.append(LoopLink(inner_out, Port.VALUE, carry, Port.VALUE, carry, 1, inside=True))

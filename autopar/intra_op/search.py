@@ -24,7 +24,6 @@ from autopar.intra_op.extract import stage_of
 from autopar.intra_op.ilp import solve
 from autopar.intra_op.model import MemoryRow, Model, Solution
 from autopar.intra_op.problem import Problem, ValueNode, state_problem
-from autopar.intra_op.reduce import reduce_model
 from autopar.intra_op.restrict import Restriction, demand_keys
 from autopar.plan import Layout, Memory, Prediction, SolverReport, Stage
 from autopar.schedule.reshard import shares
@@ -76,30 +75,38 @@ class Found:
 def search(task: Task) -> Found:
     """The fastest stage over all meshes that keeps the budget.
 
-    Raises :class:`~autopar.errors.PlanError` when none does, naming the largest tenants of the leanest plan.
+    The meshes are solved without the budget first; in the order of those optima, which bound what a mesh can give,
+    stages are completed and brought within the budget until the next bound cannot win any more.
+
+    Raises :class:`~autopar.errors.PlanError` when none keeps it, naming the largest tenants of the leanest plan.
     """
     started = time.monotonic()
     problem = state_problem(task.graph, task.state_pairs)
-    best: Found | None = None
-    leanest: Memory | None = None
+    solved: list[_OnMesh] = []
     refusals: list[PlanError] = []
     for mesh in task.meshes:
         task.report_progress(f"solving for mesh {mesh}")
         try:
-            found = _on_mesh(task, problem, mesh)
+            solved.append(_solve_on(task, problem, mesh))
+        except PlanError as error:
+            refusals.append(error)
+    best: Found | None = None
+    best_cost = float("inf")
+    leanest: Memory | None = None
+    for candidate in sorted(solved, key=lambda on_mesh: on_mesh.solution.cost):
+        if candidate.solution.cost >= best_cost:
+            break
+        task.report_progress(f"laying out on mesh {candidate.choices.mesh}")
+        try:
+            found, cost = _within_budget(candidate)
         except _OverBudgetError as error:
             if leanest is None or error.memory.total_bytes < leanest.total_bytes:
                 leanest = error.memory
             continue
-        except PlanError as error:
-            refusals.append(error)
-            continue
-        if best is None or found.prediction.step_seconds < best.prediction.step_seconds:
-            best = found
+        if cost < best_cost:
+            best, best_cost = found, cost
     if best is None:
-        if leanest is not None:
-            raise PlanError(_over_budget_message(task, leanest))
-        raise refusals[0]
+        raise PlanError(_over_budget_message(task, leanest)) if leanest is not None else refusals[0]
     tried = tuple(str(mesh) for mesh in task.meshes)
     report = replace(best.solver, seconds=time.monotonic() - started, meshes_tried=tried)
     return replace(best, solver=report)
@@ -122,14 +129,21 @@ def _over_budget_message(task: Task, leanest: Memory) -> str:
     )
 
 
-def _on_mesh(task: Task, problem: Problem, mesh: Mesh) -> Found:
-    allowed = task.restriction(mesh).of_nodes(problem, mesh)
-    quotient = merge_alike(problem, demand_keys(allowed))
-    choices = choices_on(problem, quotient, mesh, task.cluster, allowed)
-    model = Model(choices.node_seconds, choices.edge_seconds)
+@dataclass(frozen=True)
+class _OnMesh:
+    """The problem on one mesh, with its optimum regardless of the budget."""
 
-    def complete(solution: Solution, solved: Model | None) -> Found:
-        stage = stage_of(task.graph, problem, quotient, choices, solution.options)
+    task: Task
+    problem: Problem
+    quotient: Quotient
+    choices: Choices
+    model: Model
+    solution: Solution
+
+    def complete(self, solution: Solution) -> Found:
+        """Lower a solution and predict all of it."""
+        task, problem = self.task, self.problem
+        stage = stage_of(task.graph, problem, self.quotient, self.choices, solution.options)
         program = lower(task.graph, stage, output_layouts(task.graph, stage, task.state_pairs))
         memory = predict_memory(
             program,
@@ -139,49 +153,50 @@ def _on_mesh(task: Task, problem: Problem, mesh: Mesh) -> Found:
             platform=task.cluster.device.platform.value,
         )
         prediction = predict(program, problem.fusion, task.cluster, memory)
-        reduced = reduce_model(model).model.num_variables
-        report = SolverReport(model.num_variables, reduced, 0.0, solution.gap)
-        return Found(stage, program, prediction, report, problem, quotient, choices, solution.options, solved)
+        report = SolverReport(self.model.num_variables, solution.core_variables, 0.0, solution.gap)
+        return Found(
+            stage, program, prediction, report, problem, self.quotient, self.choices, solution.options, self.model
+        )
 
+
+def _solve_on(task: Task, problem: Problem, mesh: Mesh) -> _OnMesh:
+    allowed = task.restriction(mesh).of_nodes(problem, mesh)
+    quotient = merge_alike(problem, demand_keys(allowed))
+    choices = choices_on(problem, quotient, mesh, task.cluster, allowed)
+    model = Model(choices.node_seconds, choices.edge_seconds)
     solution = solve(model, time_limit_seconds=task.solver_seconds)
     if solution is None:
         raise PlanError(f"the demands leave no plan on the mesh {mesh}")
-    found = complete(solution, model)
-    if found.prediction.memory.total_bytes <= task.budget_bytes:
-        return found
-    return _within_budget(task, problem, quotient, choices, complete, found)
+    return _OnMesh(task, problem, quotient, choices, model, solution)
 
 
-def _within_budget(
-    task: Task,
-    problem: Problem,
-    quotient: Quotient,
-    choices: Choices,
-    complete: Callable[[Solution, Model | None], Found],
-    first: Found,
-) -> Found:
-    """Solve with memory rows, tightened until the exact prediction keeps the budget."""
-    rows = _memory_rows(task, problem, quotient, choices)
-    model = Model(choices.node_seconds, choices.edge_seconds)
+def _within_budget(on_mesh: _OnMesh) -> tuple[Found, float]:
+    """The stage and its cost; solved with memory rows, tightened until the exact prediction keeps the budget."""
+    task = on_mesh.task
+    first = on_mesh.complete(on_mesh.solution)
+    if first.prediction.memory.total_bytes <= task.budget_bytes:
+        return first, on_mesh.solution.cost
+    rows = _memory_rows(task, on_mesh.problem, on_mesh.quotient, on_mesh.choices)
     limit = task.budget_bytes
     leanest = first.prediction.memory
     for _ in range(TIGHTENINGS):
-        bounded = replace(model, memory=[replace(row, budget=limit) for row in rows])
-        solution = solve(bounded, time_limit_seconds=task.solver_seconds) if limit > 0 else None
+        scaled = [replace(row, budget=limit) for row in rows]
+        demand = replace(on_mesh.model, memory=scaled)
+        solution = solve(demand, time_limit_seconds=task.solver_seconds) if limit > 0 else None
         if solution is None:
             break
-        found = complete(solution, bounded)
+        found = on_mesh.complete(solution)
         memory = found.prediction.memory
         if memory.total_bytes <= task.budget_bytes:
-            return found
+            return found, solution.cost
         if memory.total_bytes < leanest.total_bytes:
             leanest = memory
         limit -= max(memory.total_bytes - task.budget_bytes, 0.01 * task.budget_bytes)
-    lean = solve(_byte_model(model, rows), time_limit_seconds=task.solver_seconds)
+    lean = solve(_byte_model(on_mesh.model, rows), time_limit_seconds=task.solver_seconds)
     if lean is not None:
-        found = complete(lean, None)
+        found = on_mesh.complete(lean)
         if found.prediction.memory.total_bytes <= task.budget_bytes:
-            return found
+            return replace(found, model=None), on_mesh.model.cost(lean.options)
         if found.prediction.memory.total_bytes < leanest.total_bytes:
             leanest = found.prediction.memory
     raise _OverBudgetError(leanest)

@@ -146,13 +146,13 @@ class Llama(nnx.Module):
 def _build(size: str, dtype: DTypeLike) -> Model:
     config = CONFIGS[size]
 
-    def make_model() -> tuple[Llama, nnx.Optimizer]:
+    def make_model() -> tuple[Llama, nnx.Optimizer[Llama]]:
         model = Llama(config, dtype, nnx.Rngs(0))
         return model, nnx.Optimizer(model, optax.adamw(config.learning_rate, weight_decay=0.1), wrt=nnx.Param)
 
     definition = nnx.graphdef(nnx.eval_shape(make_model))
 
-    def train_step(state: nnx.State, batch: Batch) -> tuple[nnx.State, dict[str, jax.Array]]:
+    def train_step(state: nnx.State[Any, Any], batch: Batch) -> tuple[nnx.State[Any, Any], dict[str, jax.Array]]:
         model, optimizer = nnx.merge(definition, state)
 
         def loss_fn(model: Llama) -> jax.Array:

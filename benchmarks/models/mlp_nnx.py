@@ -91,7 +91,7 @@ def _build(size: str, dtype: DTypeLike) -> Model:
     definition = nnx.graphdef(nnx.eval_shape(make_model))
 
     def train_step(state: dict[str, Any], batch: Batch) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-        def loss_fn(params: nnx.State) -> jax.Array:
+        def loss_fn(params: nnx.State[Any, Any]) -> jax.Array:
             logits = nnx.merge(definition, params)(batch["inputs"])
             return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
 

@@ -49,7 +49,7 @@ class Dataset:
 def read_corpus(max_bytes: int, root: Path | None = None) -> tuple[list[str], list[str]]:
     """The files under `root` (default: the standard library), at most `max_bytes` of them, for training and validation.
 
-    Files are taken in the order of their paths; those that are not UTF-8 are passed over.
+    Files are taken in the order of their paths; those that are not UTF-8, or no longer fit, are passed over.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     train: list[str] = []
@@ -62,9 +62,10 @@ def read_corpus(max_bytes: int, root: Path | None = None) -> tuple[list[str], li
             text = path.read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError):
             continue
-        used += len(text.encode())
-        if used > max_bytes:
-            break
+        size = len(text.encode())
+        if used + size > max_bytes:
+            continue
+        used += size
         held_out = (len(train) + len(validation)) % VALIDATION_EVERY == VALIDATION_EVERY - 1
         (validation if held_out else train).append(text)
     if not validation:

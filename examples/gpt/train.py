@@ -76,7 +76,9 @@ class Settings:
 
     def identity(self) -> dict[str, str | int]:
         """What must not change between a run and the run that resumes it."""
-        architecture = {field.name: str(getattr(self.gpt_config(), field.name)) for field in dataclasses.fields(model.GPTConfig)}
+        architecture = {
+            field.name: str(getattr(self.gpt_config(), field.name)) for field in dataclasses.fields(model.GPTConfig)
+        }
         return {**architecture, "batch_size": self.batch_size, "seed": self.seed, "text_bytes": self.text_bytes}
 
 
@@ -164,7 +166,9 @@ class Report:
         self._every = max(1, settings.steps // 20)
         self._last_step = settings.steps
         self._tokens_per_step = tokens_per_step
-        self._begun: tuple[float, int] | None = None  # the end of the first step, which compiles, is where the clock starts
+        self._begun: tuple[float, int] | None = (
+            None  # the end of the first step, which compiles, is where the clock starts
+        )
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -181,7 +185,9 @@ class Report:
         speed = (number - at) * self._tokens_per_step / (now - begun) if number > at else 0.0
         self._progress.update(self._task, completed=number, loss=loss, speed=speed)
         if number == 1 or number % self._every == 0 or number == self._last_step:
-            self._progress.console.print(f"step {number:5d}   loss {loss:.3f}   {speed:8,.0f} tokens/s", highlight=False)
+            self._progress.console.print(
+                f"step {number:5d}   loss {loss:.3f}   {speed:8,.0f} tokens/s", highlight=False
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,7 +222,9 @@ class Session:
             )
         state = self.checkpoints.restore_state(state)
         self.batches.position = progress["position"]
-        self.console.print(f"[green]resumed after step {int(state.step)}, {self.batches.position} examples into the data")
+        self.console.print(
+            f"[green]resumed after step {int(state.step)}, {self.batches.position} examples into the data"
+        )
         return state
 
 
@@ -265,8 +273,8 @@ def run(settings: Settings, console: Console) -> int:
         dataset = data.prepare(settings.run_dir / "data", config.vocab_size, settings.text_bytes)
     devices = jax.devices()
     console.print(
-        f"GPT of {model.parameter_count(config) / 1e6:,.2f} M parameters, {len(dataset.train) / 1e6:.2f} M tokens of text, "
-        f"{len(devices)} × {devices[0].device_kind}, method {settings.method}",
+        f"GPT of {model.parameter_count(config) / 1e6:,.2f} M parameters, {len(dataset.train) / 1e6:.2f} M tokens of "
+        f"text, {len(devices)} × {devices[0].device_kind}, method {settings.method}",
         highlight=False,
     )
     batches = data.BatchIterator(dataset.train, settings.batch_size, config.sequence, settings.seed)
@@ -298,7 +306,11 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
     add("--preset", choices=list(model.PRESETS), default=default.preset, help="size of the model")
     add("--steps", type=int, default=default.steps, help="steps in all, those of earlier runs included")
     add("--run-dir", type=Path, default=default.run_dir, help="where data, checkpoints and the explanation are kept")
-    add("--method", default=default.method, help="auto, a hand-made method of autopar, or none: plain jax.jit on one device")
+    add(
+        "--method",
+        default=default.method,
+        help="auto, a hand-made method of autopar, or none: plain jax.jit on one device",
+    )
     add("--batch-size", type=int, default=default.batch_size, help="sequences per step, over all devices")
     add("--sequence", type=int, help="tokens per sequence (default: the preset's)")
     add("--layers", type=int, help="number of layers (default: the preset's)")
@@ -317,7 +329,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
 
 
 def offer_cpu_devices(count: int) -> None:
-    """Splits the CPU into `count` devices, which JAX uses where it finds no accelerator; before JAX's first use only."""
+    """Splits the CPU into `count` devices, used where there is no accelerator; must come before JAX looks for them."""
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):  # that says it already
         jax.config.update("jax_num_cpu_devices", count)
 

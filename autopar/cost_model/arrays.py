@@ -1,0 +1,295 @@
+"""The local program as a list of arrays, one node per array that a compiler could keep: what fusion and liveness need.
+
+An operator becomes one node per result, a collective one node per move, and what compilers insert of themselves becomes
+a node too: the copy into another order of dimensions that a matrix product or a collective along a minor dimension
+wants, the buffers that a loop fills, the pieces into which XLA:CPU takes an all-to-all apart.  A node's ``inputs`` are
+earlier nodes, so the list is in topological order; all sizes are those of one device.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+
+from autopar import _compat
+from autopar.graph.build import LoopKind
+from autopar.graph.fusion import COSTLY, FREE, FUSIBLE, INPUT_FUSIBLE
+from autopar.graph.ir import Operator, Phase
+from autopar.plan import Layout
+from autopar.schedule.reshard import Move, MoveKind, after_move, local_shape
+from autopar.schedule.spmd import Buffer, Reshard, Run, SpmdProgram
+
+
+class Form(Enum):
+    """How an array comes about."""
+
+    INPUT = "input"
+    CHEAP = "cheap"  # computed inside the kernels that need it, again in each
+    COSTLY = "costly"  # computed inside a kernel, but only once
+    RENAME = "rename"  # the bytes of its input under another shape
+    REDUCE = "reduce"
+    KERNEL = "kernel"  # reads and writes real buffers
+    IN_PLACE = "in place"  # a kernel that overwrites its first input
+    LOOP = "loop"  # owns no buffer; its results are those it was given
+
+
+class Tenant(Enum):
+    """What a buffer holds, for the report."""
+
+    ACTIVATION = "activations"
+    GRADIENT = "gradients"
+    UPDATE = "update"
+    GATHERED = "gathered copies"
+    COPY = "copies"
+    LOOP = "loop buffers"
+
+
+TENANT_OF_PHASE = {
+    Phase.FORWARD: Tenant.ACTIVATION,
+    Phase.BACKWARD: Tenant.GRADIENT,
+    Phase.UPDATE: Tenant.UPDATE,
+}
+
+ELEMENTWISE_EXCEPTIONS = frozenset(
+    """broadcast_in_dim transpose rev pad slice dynamic_slice gather concatenate iota reshape squeeze expand_dims
+    copy random_bits""".split()
+)
+"""Fusible primitives that do not map equal positions to equal positions."""
+
+TAKEN_IN_BY_REDUCTIONS = frozenset("mul square integer_pow broadcast_in_dim".split())
+"""What XLA:CPU's own reduction kernels compute themselves; they read all else from memory."""
+
+_SINGLE_USE_WORK = ("scatter", "dynamic_update_slice")
+
+
+@dataclass(slots=True)
+class Node:
+    """One array of ``size_bytes`` on one device; ``unary`` when at most one input is as large as the result."""
+
+    form: Form
+    inputs: tuple[int, ...]
+    size_bytes: int
+    tenant: Tenant
+    value: int
+    source: Operator | None
+    elementwise: bool = False
+    unary: bool = True
+    taken_in: bool = False
+    inner: Arrays | None = None
+    """The body of a loop."""
+
+
+@dataclass
+class Arrays:
+    """All nodes of one level. ``outputs`` are nodes (``None``: a literal); ``pairs`` are positions of an input and of
+    the output that takes its buffer."""
+
+    nodes: list[Node] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    outputs: list[int | None] = field(default_factory=list)
+    pairs: tuple[tuple[int, int], ...] = ()
+
+
+def arrays_of(program: SpmdProgram, pairs: tuple[tuple[int, int], ...], platform: str) -> Arrays:
+    """The nodes of a program; ``pairs`` are its donated inputs and the outputs that take their place."""
+    builder = _Builder(program, platform)
+    for step in program.steps:
+        if isinstance(step, Reshard):
+            builder.reshard(step)
+        else:
+            builder.run(step)
+    arrays = builder.arrays
+    arrays.outputs = [None if buffer is None else builder.at[buffer] for buffer in program.outputs]
+    arrays.pairs = pairs
+    return arrays
+
+
+class _Builder:
+    """Owns the growing list of one level."""
+
+    def __init__(self, program: SpmdProgram, platform: str) -> None:
+        self._program = program
+        self._platform = platform
+        self._shapes: dict[Buffer, tuple[int, ...]] = {}
+        self.arrays = Arrays()
+        self.at: dict[Buffer, int] = {}
+        for buffer in program.inputs:
+            self.arrays.inputs.append(self._buffer(Form.INPUT, (), buffer, Tenant.ACTIVATION, None))
+        for value in program.graph.constants:
+            constant = Buffer(value, Layout(((),) * len(program.values[value].shape)))
+            self._buffer(Form.INPUT, (), constant, Tenant.ACTIVATION, None)
+
+    def _shape(self, buffer: Buffer) -> tuple[int, ...]:
+        shape = self._shapes.get(buffer)
+        if shape is None:
+            shape = local_shape(self._program.values[buffer.value].shape, buffer.layout, self._program.mesh)
+            self._shapes[buffer] = shape
+        return shape
+
+    def _bytes(self, buffer: Buffer) -> int:
+        return self._program.values[buffer.value].itemsize_bytes * math.prod(self._shape(buffer))
+
+    def _add(
+        self, form: Form, inputs: tuple[int, ...], size: int, tenant: Tenant, value: int, source: Operator | None
+    ) -> int:
+        self.arrays.nodes.append(Node(form, inputs, size, tenant, value, source))
+        return len(self.arrays.nodes) - 1
+
+    def _buffer(
+        self, form: Form, inputs: tuple[int, ...], buffer: Buffer, tenant: Tenant, source: Operator | None
+    ) -> int:
+        self.at[buffer] = number = self._add(form, inputs, self._bytes(buffer), tenant, buffer.value, source)
+        return number
+
+    def _relayout(self, node: int) -> int:
+        """The same array with its dimensions in another order in memory."""
+        old = self.arrays.nodes[node]
+        return self._add(Form.CHEAP, (node,), old.size_bytes, old.tenant, old.value, old.source)
+
+    # --- collectives ---
+
+    def reshard(self, step: Reshard) -> None:
+        """One node per move, and those around it."""
+        layout, node = step.source.layout, self.at[step.source]
+        for move in step.moves:
+            before, layout = layout, after_move(layout, move, self._program.mesh)
+            node = self._move(step, move, node, Buffer(step.source.value, before), Buffer(step.source.value, layout))
+        self.at[step.target] = node
+
+    def _move(self, step: Reshard, move: Move, node: int, before: Buffer, after: Buffer) -> int:
+        size, value = self._bytes(after), before.value
+        shape = self._shape(before)
+        tenant = Tenant.GATHERED if move.kind is MoveKind.ALL_GATHER else self._tenant(step.cause)
+        minor = any(extent > 1 for extent in shape[: max(move.dim, 0)])
+        match move.kind:
+            case MoveKind.SLICE | MoveKind.MASK:
+                return self._add(Form.CHEAP, (node,), size, self._tenant(step.cause), value, step.cause)
+            case MoveKind.ALL_REDUCE:
+                return self._add(Form.KERNEL, (node,), size, tenant, value, step.cause)
+            case MoveKind.ALL_TO_ALL:
+                pieces = self._add(Form.KERNEL, (node,), size, tenant, value, step.cause)
+                sent = self._add(Form.KERNEL, (pieces,), size, tenant, value, step.cause)
+                return self._add(Form.COSTLY, (sent,), size, tenant, value, step.cause)
+        if minor:
+            node = self._relayout(node)
+        node = self._add(Form.KERNEL, (node,), size, tenant, value, step.cause)
+        return self._relayout(node) if minor else node
+
+    def _tenant(self, operator: Operator | None) -> Tenant:
+        return Tenant.UPDATE if operator is None else TENANT_OF_PHASE[operator.phase]
+
+    # --- operators ---
+
+    def run(self, step: Run) -> None:
+        """The nodes of one operator."""
+        operator = step.operator
+        inputs = tuple(self.at[buffer] for buffer in step.operands if buffer is not None)
+        if step.bodies:
+            self._loop(step)
+        elif operator.primitive == "dot_general":
+            self._dot(step)
+        elif len(step.results) == 1:
+            self._plain(step, inputs)
+        else:
+            for buffer in step.results:
+                self._buffer(self._form(operator), inputs, buffer, self._tenant(operator), operator)
+
+    def _form(self, operator: Operator) -> Form:
+        name = operator.primitive
+        if name in FREE:
+            return Form.RENAME
+        if name in COSTLY:
+            return Form.COSTLY
+        if name in FUSIBLE:
+            return Form.CHEAP
+        if name.startswith(_SINGLE_USE_WORK):
+            return Form.IN_PLACE
+        if name in INPUT_FUSIBLE:
+            return Form.REDUCE
+        return Form.KERNEL
+
+    def _plain(self, step: Run, inputs: tuple[int, ...]) -> None:
+        operator = step.operator
+        form = self._form(operator)
+        node = self.arrays.nodes[self._buffer(form, inputs, step.results[0], self._tenant(operator), operator)]
+        node.elementwise = operator.primitive in FUSIBLE and operator.primitive not in ELEMENTWISE_EXCEPTIONS
+        node.unary = sum(self.arrays.nodes[i].size_bytes >= node.size_bytes for i in set(inputs)) <= 1
+        node.taken_in = operator.primitive in TAKEN_IN_BY_REDUCTIONS
+
+    def _dot(self, step: Run) -> None:
+        operator = step.operator
+        contracting, batch = operator.equation.params["dimension_numbers"]
+        inputs = []
+        for side, buffer in enumerate(step.operands):
+            assert buffer is not None
+            node = self.at[buffer]
+            shape = self._shape(buffer)
+            if self._reordered(shape, contracting[side], batch[side], side):
+                node = self._relayout(node)
+            inputs.append(node)
+        self._buffer(Form.KERNEL, tuple(inputs), step.results[0], self._tenant(operator), operator)
+
+    def _reordered(
+        self, shape: tuple[int, ...], contracting: tuple[int, ...], batch: tuple[int, ...], side: int
+    ) -> bool:
+        """Whether XLA:CPU transposes the operand to (batch, free, summed) or (batch, summed, free) first."""
+        if len(shape) <= 2 and not batch:
+            return False
+        free = tuple(dim for dim in range(len(shape)) if dim not in contracting and dim not in batch)
+        order = (*batch, *free, *contracting) if side == 0 else (*batch, *contracting, *free)
+        long = [dim for dim in order if shape[dim] > 1]
+        return long != sorted(long)
+
+    # --- loops ---
+
+    def _loop(self, step: Run) -> None:
+        operator = step.operator
+        match operator.primitive:
+            case LoopKind.SCAN:
+                consts, carries = _compat.scan_arity(operator.equation.params)
+                self._scan(step, consts, carries)
+            case LoopKind.WHILE:
+                params = operator.equation.params
+                skipped = params["cond_nconsts"] + params["body_nconsts"]
+                self._repeat(step, skipped, len(step.operands) - skipped, step.bodies[-1], params["body_nconsts"])
+            case _:
+                self._branches(step)
+
+    def _scan(self, step: Run, consts: int, carries: int) -> None:
+        self._repeat(step, consts, carries, step.bodies[0], consts)
+
+    def _repeat(self, step: Run, start: int, carries: int, body: SpmdProgram, body_start: int) -> None:
+        """A loop overwrites its carry in place and fills stacked results that exist from the start."""
+        operator = step.operator
+        inputs, owned = [], []
+        for position, buffer in enumerate(step.operands):
+            node = None if buffer is None else self.at[buffer]
+            if start <= position < start + carries:
+                result = step.results[position - start]
+                source = () if node is None else (node,)
+                node = self._add(Form.IN_PLACE, source, self._bytes(result), Tenant.LOOP, result.value, operator)
+                owned.append(node)
+            if node is not None:
+                inputs.append(node)
+        for buffer in step.results[carries:]:
+            owned.append(self._add(Form.KERNEL, (), self._bytes(buffer), Tenant.LOOP, buffer.value, operator))
+        loop = self._add(Form.LOOP, (*inputs, *owned[carries:]), 0, Tenant.LOOP, -1, operator)
+        pairs = tuple((body_start + k, k) for k in range(carries))
+        self.arrays.nodes[loop].inner = arrays_of(body, pairs, self._platform)
+        for buffer, node in zip(step.results, owned, strict=True):
+            self._buffer(Form.RENAME, (node, loop), buffer, Tenant.LOOP, operator)
+
+    def _branches(self, step: Run) -> None:
+        operator = step.operator
+        inputs = tuple(self.at[buffer] for buffer in step.operands if buffer is not None)
+        owned = [
+            self._add(Form.KERNEL, inputs, self._bytes(buffer), self._tenant(operator), buffer.value, operator)
+            for buffer in step.results
+        ]
+        for body in step.bodies:
+            branch = self._add(Form.LOOP, (*inputs, *owned), 0, Tenant.LOOP, -1, operator)
+            self.arrays.nodes[branch].inner = arrays_of(body, (), self._platform)
+        for buffer, node in zip(step.results, owned, strict=True):
+            self._buffer(Form.RENAME, (node, branch), buffer, self._tenant(operator), operator)
+

@@ -1,0 +1,248 @@
+"""From a plan to its explanation: everything is read off the plan, the steps that it lowers to, and their prices.
+
+Nothing is planned here.  What needs a planner (the hand-made methods' plans, the runner-ups) is asked of the
+parallelized function, which is known by its methods only.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from autopar.errors import AutoparError, PlanError
+from autopar.explain.data import Measured, MemoryUse, MethodTotals, Time
+from autopar.explain.explanation import Explanation
+from autopar.explain.layouts import leaves_of, parameter_groups, parameters_of, undivided
+from autopar.explain.verdict import verdict_text
+from autopar.explain.work import collective_groups, communication_of, operator_uses, wasted_seconds
+from autopar.graph.fusion import fuse
+from autopar.plan import Plan, Prediction
+from autopar.schedule.spmd import lower
+
+if TYPE_CHECKING:
+    from autopar.cluster import Cluster
+    from autopar.intra_op.search import Found
+    from autopar.intra_op.why import Why
+    from autopar.planning import Demands, Subjected
+
+REPEATED_SHARE = 0.01
+"""Repeated work below this share of the step is not worth a word."""
+
+
+class Ran(Protocol):
+    """A compiled step that ran."""
+
+    step_seconds: list[float]
+
+    def memory_analysis(self) -> Any:
+        """XLA's account of bytes."""
+
+
+class Step(Protocol):
+    """What :class:`autopar.api.Parallelized` offers to explanations."""
+
+    __name__: str
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster that is planned for."""
+
+    @property
+    def demands(self) -> Demands:
+        """What the user asked of every plan."""
+
+    @property
+    def last(self) -> Ran | None:
+        """What the last call ran."""
+
+    @property
+    def opponents(self) -> tuple[str, ...]:
+        """Names of the hand-made methods."""
+
+    def records(
+        self, *args: Any, cluster: Cluster | None = None, method: Any = None, **kwargs: Any
+    ) -> tuple[Subjected, Plan, Found | None]:
+        """Trace and plan."""
+
+    def last_records(self) -> tuple[Subjected, Plan, Found | None] | None:
+        """What the last call ran."""
+
+    def records_of(
+        self, subject: Subjected, *, cluster: Cluster, method: Any = None, within_budget: bool = True
+    ) -> tuple[Plan, Found | None]:
+        """Plan what was traced before."""
+
+    def runner_ups(
+        self, subject: Subjected, found: Found, cluster: Cluster, groups: Sequence[Sequence[int]]
+    ) -> tuple[Why, ...]:
+        """The best plans in which groups of inputs lie otherwise."""
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What is explained."""
+
+    step: Step
+    cluster: Cluster
+    subject: Subjected
+    plan: Plan
+    found: Found | None
+    ran: Ran | None
+
+
+def explain(
+    train_step: Step, *args: Any, cluster: Cluster | None = None, method: Any = None, **kwargs: Any
+) -> Explanation:
+    """Why a parallelized step is spread as it is, and what that costs.
+
+    After a call, ``explain(train_step)`` explains what ran, predicted against measured.  With the step's arguments
+    (``jax.ShapeDtypeStruct`` leaves suffice) it plans and explains without running, for any ``cluster`` and ``method``.
+    ``print`` the result, or look at its fields.
+
+    Raises :class:`~autopar.errors.AutoparError` if there is nothing to explain yet, and
+    :class:`~autopar.errors.PlanError` where there is no plan.
+    """
+    if not hasattr(train_step, "last_records"):
+        raise AutoparError(
+            f"explain() wants a function made by autopar.parallelize, not {type(train_step).__name__}; "
+            "write autopar.explain(autopar.parallelize(function), *arguments)"
+        )
+    if args or kwargs:
+        subject, plan, found = train_step.records(*args, cluster=cluster, method=method, **kwargs)
+        return _explanation(_Case(train_step, cluster or train_step.cluster, subject, plan, found, None))
+    if (known := train_step.last_records()) is None:
+        raise AutoparError(
+            f"{train_step.__name__} has not been called yet; call it first, or pass its arguments "
+            "(shapes suffice): autopar.explain(train_step, state, batch)"
+        )
+    subject, plan, found = known
+    if cluster is None and method is None:
+        return _explanation(_Case(train_step, train_step.cluster, subject, plan, found, train_step.last))
+    if cluster is not None and cluster.device.platform is not train_step.cluster.device.platform:
+        raise AutoparError(
+            f"{cluster.name} is of another platform than {train_step.cluster.name}, so the step must be traced for it; "
+            "pass the arguments: autopar.explain(train_step, state, batch, cluster=…)"
+        )
+    cluster = cluster or train_step.cluster
+    plan, found = train_step.records_of(subject, cluster=cluster, method=method)
+    return _explanation(_Case(train_step, cluster, subject, plan, found, None))
+
+
+def _explanation(case: _Case) -> Explanation:
+    plan, subject, prediction = case.plan, case.subject, case.plan.prediction
+    program = lower(subject.graph, plan.stages[0], plan.out_layouts)
+    fusion = fuse(subject.graph)
+    operators = operator_uses(program, fusion, case.cluster)
+    leaves = leaves_of(subject, program, plan.stages[0])
+    groups = parameter_groups(leaves)
+    whys: tuple[Why, ...] = ()
+    if case.found is not None:
+        ids = [[subject.graph.inputs[position] for position in group] for group in groups]
+        whys = case.step.runner_ups(subject, case.found, case.cluster, ids)
+    methods = tuple(_opponent(case, name) for name in case.step.opponents)
+    worth = REPEATED_SHARE * prediction.step_seconds
+    budget = float(case.step.demands.memory_per_device or case.cluster.per_device_memory_bytes)
+    return Explanation(
+        function=case.step.__name__,
+        cluster=case.cluster.name,
+        hardware=_hardware(case.cluster),
+        num_devices=plan.num_devices,
+        mesh=plan.mesh,
+        method=plan.method,
+        verdict=verdict_text(plan, leaves, methods, budget),
+        time=_time(prediction),
+        memory=_memory(prediction, budget),
+        leaves=leaves,
+        parameters=parameters_of(leaves, groups, whys, subject.graph.inputs, plan),
+        operators=operators,
+        collectives=collective_groups(prediction, program, subject.names),
+        methods=methods,
+        uncovered=tuple(use for use in operators if not use.covered),
+        repeated=tuple(u for u in operators if u.covered and wasted_seconds(u, plan.mesh) >= worth),
+        undivided=undivided(leaves, groups, operators, plan.mesh),
+        solver=plan.solver,
+        measured=_measured(case.ran),
+        notes=_notes(case, whys),
+    )
+
+
+def _hardware(cluster: Cluster) -> str:
+    hosts = f"{cluster.hosts} host{'s' if cluster.hosts > 1 else ''} × {cluster.devices_per_host}"
+    shared = f", {cluster.compute_shared_by} of them sharing one device's compute" if cluster.compute_shared_by > 1 else ""
+    return f"{hosts} {cluster.device.name}{shared}"
+
+
+def _time(prediction: Prediction) -> Time:
+    return Time(
+        prediction.step_seconds,
+        prediction.compute_seconds,
+        prediction.update_seconds,
+        prediction.communication_seconds,
+        communication_of(prediction),
+    )
+
+
+def _memory(prediction: Prediction, budget_bytes: float) -> MemoryUse:
+    memory = prediction.memory
+    return MemoryUse(
+        budget_bytes,
+        memory.total_bytes,
+        memory.argument_bytes,
+        memory.output_bytes,
+        memory.alias_bytes,
+        memory.temp_bytes,
+        tuple(sorted(memory.by_kind.items(), key=lambda item: -item[1])),
+        memory.largest,
+    )
+
+
+def _opponent(case: _Case, name: str) -> MethodTotals:
+    """The totals of a hand-made method; if it is over budget, those of its plan without one."""
+    reason = ""
+    try:
+        plan, _ = case.step.records_of(case.subject, cluster=case.cluster, method=name)
+    except PlanError as error:
+        reason = str(error)
+        try:
+            plan, _ = case.step.records_of(case.subject, cluster=case.cluster, method=name, within_budget=False)
+        except PlanError:
+            return MethodTotals(name, "", None, None, None, None, fits=False, reason=reason)
+    prediction = plan.prediction
+    return MethodTotals(
+        name,
+        str(plan.mesh),
+        prediction.step_seconds,
+        prediction.compute_seconds,
+        prediction.communication_seconds,
+        prediction.memory.total_bytes,
+        fits=not reason,
+        reason=reason,
+    )
+
+
+def _measured(ran: Ran | None) -> Measured | None:
+    if ran is None or not ran.step_seconds:
+        return None
+    account = ran.memory_analysis()
+    return Measured(
+        len(ran.step_seconds),
+        statistics.median(ran.step_seconds),
+        account.argument_size_in_bytes,
+        account.output_size_in_bytes,
+        account.alias_size_in_bytes,
+        account.temp_size_in_bytes,
+    )
+
+
+def _notes(case: _Case, whys: tuple[Why, ...]) -> tuple[str, ...]:
+    notes = []
+    if case.found is None:
+        notes.append(
+            "This plan was loaded, or carried over from other sizes, so the planner's records are not at hand and no "
+            "runner-ups are given; plan again (autopar.explain with arguments, in a fresh process) to see them."
+        )
+    if not case.subject.donated or not case.step.demands.donate_state:
+        notes.append("No state is donated, so a step holds the old and the new state at once.")
+    return tuple(notes)

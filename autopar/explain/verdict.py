@@ -1,0 +1,94 @@
+"""The whole plan in a sentence."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from autopar.explain.data import Leaf, LeafKind, MethodTotals
+from autopar.explain.words import SAME_SHARE, axes_text, bytes_text, seconds_text
+from autopar.plan import Axes, Layout, Plan
+
+MOSTLY = 0.98
+"""A share of the bytes from which on the rest goes unmentioned."""
+
+
+def verdict_text(plan: Plan, leaves: Sequence[Leaf], methods: Sequence[MethodTotals], budget_bytes: float) -> str:
+    """What is cut over what, what a step costs, and how the best hand-made methods compare."""
+    prediction = plan.prediction
+    parts = [
+        _batch_text(leaves, plan),
+        _kind_text("parameters", [leaf for leaf in leaves if leaf.kind is LeafKind.PARAMETER], plan),
+        _kind_text("optimizer state", [leaf for leaf in leaves if leaf.kind is LeafKind.OPTIMIZER], plan),
+    ]
+    layout = "; ".join(part for part in parts if part)
+    time = (
+        f"{seconds_text(prediction.step_seconds)} a step predicted: {seconds_text(prediction.compute_seconds)} compute "
+        f"+ {seconds_text(prediction.communication_seconds)} communication"
+    )
+    used = prediction.memory.total_bytes
+    memory = f"{bytes_text(used)} of {bytes_text(budget_bytes)} a device ({used / budget_bytes:.0%})"
+    sentence = f"{layout}. {time}; {memory}. {_rivals_text(plan, methods)}"
+    return sentence[0].upper() + sentence[1:].rstrip()
+
+
+def _batch_text(leaves: Sequence[Leaf], plan: Plan) -> str:
+    batch = [leaf for leaf in leaves if leaf.kind is LeafKind.BATCH and leaf.shape]
+    if not batch:
+        return ""
+    layout = max(batch, key=lambda leaf: leaf.whole_bytes).layout
+    if not layout.axes:
+        return "batch whole on every device"
+    places = [f"{'batch' if d == 0 else f'batch arrays’ dimension {d}'} over {_sized(a, plan)}" for d, a in enumerate(layout.dims) if a]
+    return " and ".join(places)
+
+
+def _kind_text(noun: str, leaves: Sequence[Leaf], plan: Plan) -> str:
+    """How most of the bytes of some leaves lie."""
+    weights: Counter[tuple[Axes, bool]] = Counter()
+    for leaf in leaves:
+        weights[_axes_of(leaf.layout, plan), _is_gathered(leaf)] += leaf.whole_bytes
+    total = sum(weights.values())
+    if not total:
+        return ""
+    said = []
+    covered = 0
+    for (axes, gathered), weight in weights.most_common(3):
+        share = "" if weight >= MOSTLY * total else f"{weight / total:.0%} "
+        said.append(f"{share}{_cut_text(axes, plan)}{', gathered for use' if gathered else ''}")
+        covered += weight
+        if covered >= MOSTLY * total:
+            break
+    return f"{noun} {', '.join(said)}"
+
+
+def _cut_text(axes: Axes, plan: Plan) -> str:
+    return f"cut over {_sized(axes, plan)}" if axes else "whole"
+
+
+def _sized(axes: Axes, plan: Plan) -> str:
+    return f"{axes_text(axes)} ({plan.mesh.axis_size(*axes)})"
+
+
+def _axes_of(layout: Layout, plan: Plan) -> Axes:
+    return tuple(name for name in plan.mesh.axis_names if name in layout.axes)
+
+
+def _is_gathered(leaf: Leaf) -> bool:
+    return leaf.use_layout is not None and len(leaf.use_layout.axes) < len(leaf.layout.axes)
+
+
+def _rivals_text(plan: Plan, methods: Sequence[MethodTotals]) -> str:
+    """The best hand-made method that fits, and the others by how much slower they are."""
+    fitting = [(row.step_seconds, row.name) for row in methods if row.fits and row.step_seconds is not None]
+    rivals = sorted(rival for rival in fitting if rival[1] != plan.method)
+    if not rivals:
+        return "No hand-made method fits." if methods and not fitting else ""
+    first, *others = (f"{name} {_ratio_text(seconds / plan.step_seconds)}" for seconds, name in rivals)
+    return f"Best hand-made method: {first}" + (f"; then {', '.join(others)}." if others else ".")
+
+
+def _ratio_text(ratio: float) -> str:
+    if abs(ratio - 1) < SAME_SHARE:
+        return "as fast"
+    return f"{ratio:.2f}× the time" if ratio < 9.95 else f"{ratio:.0f}× the time"

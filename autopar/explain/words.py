@@ -1,0 +1,137 @@
+"""Numbers and decisions in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.explain.data import Change, RunnerUp
+from autopar.graph.ir import Factor, FactorKind, Operator, Value
+from autopar.plan import Axes, Strategy
+
+SHORT_DTYPES = {
+    "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "int64": "i64", "int32": "i32",
+    "int16": "i16", "int8": "i8", "uint64": "u64", "uint32": "u32", "uint16": "u16", "uint8": "u8", "complex64": "c64",
+}  # fmt: skip
+
+SAME_SHARE = 1e-3
+"""Differences within this share of the step are called none."""
+
+
+def seconds_text(seconds: float) -> str:
+    """``34.2 ms`` to three digits."""
+    size = abs(seconds)
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if size >= 0.9995 * scale:
+            return f"{_three_digits(seconds / scale)} {unit}"
+    return "0" if size < 5e-10 else f"{_three_digits(seconds * 1e9)} ns"
+
+
+def bytes_text(size: float) -> str:
+    """``1.25 GiB`` to three digits."""
+    for scale, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(size) >= scale:
+            return f"{_three_digits(size / scale)} {unit}"
+    return f"{size:.0f} B"
+
+
+def _three_digits(number: float) -> str:
+    size = abs(number)
+    return f"{number:.2f}" if size < 9.995 else f"{number:.1f}" if size < 99.95 else f"{number:.0f}"
+
+
+def signed(text: str) -> str:
+    """The text of a number with its sign in front."""
+    return text.replace("-", "−") if text.startswith("-") else f"+{text}"
+
+
+def array_text(shape: tuple[int, ...], dtype: str) -> str:
+    """``f32[64,256]``."""
+    return f"{SHORT_DTYPES.get(dtype, dtype)}[{','.join(map(str, shape))}]"
+
+
+def axes_text(axes: Axes) -> str:
+    """``data × model``."""
+    return " × ".join(axes)
+
+
+def source_text(source: str) -> str:
+    """The file's own name and the line."""
+    return source.rsplit("/", 1)[-1]
+
+
+# ----------------------------------------------------------------------------------------------------------- operators
+
+
+def equation_text(operator: Operator) -> str:
+    """The rule with a letter for each factor, ``abc,cd→abd``; dimensions of one element are 1."""
+    letters = _letters(operator.rule.factors)
+
+    def array(mapping: tuple[tuple[int, ...], ...]) -> str:
+        dims = ["".join(letters[factor] for factor in factors) for factors in mapping]
+        return "".join(text if len(text) == 1 else f"({text})" if text else "1" for text in dims)
+
+    operands = [array(mapping) for mapping in operator.rule.operands if mapping]
+    return f"{','.join(operands)}→{','.join(array(mapping) for mapping in operator.rule.results)}"
+
+
+def _letters(factors: tuple[Factor, ...]) -> list[str]:
+    alphabet = iter("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    return ["" if factor.size == 1 else next(alphabet, "?") for factor in factors]
+
+
+def strategy_text(operator: Operator, strategy: Strategy) -> str:
+    """How an operator is spread, in words."""
+    letters = _letters(operator.rule.factors)
+    parts = []
+    for factor, letter, axes in zip(operator.rule.factors, letters, strategy.factors, strict=True):
+        if axes:
+            parts.append(f"{letter}={factor.size} over {axes_text(axes)}{_LEFT_BEHIND.get(factor.kind, '')}")
+    if strategy.passing:
+        parts.append(f"on partial sums over {axes_text(strategy.passing)}")
+    return "; ".join(parts) or "whole on every device"
+
+
+_LEFT_BEHIND = {
+    FactorKind.SUM: " → partial sums",
+    FactorKind.LOOKUP: " (rows of the table) → partial sums",
+    FactorKind.MAX: " → all-reduce by max",
+    FactorKind.MIN: " → all-reduce by min",
+    FactorKind.SCATTER: " (written rows)",
+}
+
+
+def shapes_text(operands: Sequence[Value | None], results: Sequence[Value]) -> str:
+    """``f32[64,320] f32[320,1280] → f32[64,1280]``."""
+    inputs = " ".join(array_text(value.shape, value.dtype) for value in operands if value is not None)
+    return f"{inputs} → {' '.join(array_text(value.shape, value.dtype) for value in results)}"
+
+
+# ----------------------------------------------------------------------------------------------------------- runner-ups
+
+MOST_CHANGES = 3
+
+
+def runner_up_text(other: RunnerUp, sharding: str, step_seconds: float) -> str:
+    """``P('data'): +1.20 ms (all-gather over data in the forward pass +1.50 ms, …)``."""
+    where = other.sharding if other.sharding != sharding else f"{other.sharding}, used as {other.use}"
+    if other.sharding != other.use and other.sharding != sharding:
+        where += f" gathered to {other.use} for use"
+    where += f" (with {', '.join(other.moved)})" if other.moved else ""
+    if abs(other.extra_seconds) < SAME_SHARE * step_seconds:
+        return f"{where} costs the same"
+    text = f"{where} {signed(seconds_text(other.extra_seconds))}"
+    changes = main_changes(other.changes)
+    return f"{text}: {', '.join(map(change_text, changes))}" if changes else text
+
+
+def main_changes(changes: Sequence[Change]) -> list[Change]:
+    """The largest changes, at most ``MOST_CHANGES``, none below a tenth of the largest."""
+    largest = max((abs(change.seconds) for change in changes), default=0.0)
+    return [change for change in changes[:MOST_CHANGES] if abs(change.seconds) >= 0.1 * largest]
+
+
+def change_text(change: Change) -> str:
+    """``all-gather over data in the forward pass +1.50 ms``."""
+    over = f" over {axes_text(change.axes)}" if change.axes else ""
+    place = "the update" if change.phase == "update" else f"the {change.phase} pass"
+    return f"{change.what}{over} in {place} {signed(seconds_text(change.seconds))}"

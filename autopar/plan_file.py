@@ -1,0 +1,461 @@
+"""A plan as a file: what is written, and what may be read back.
+
+    load(save(plan)) = plan     exactly: floats are written by their shortest text that reads back to the same bits
+
+The file is JSON, ``{"format": "autopar.plan", "version": 1, "plan": {…}}`` with the fields of ``Plan``.  Layouts and
+strategies are few and their users many (24 equal layers), so each distinct one stands once in a table, ``layouts`` or
+``strategies``, and is referred to by its place there: ``homes``, ``copies`` and ``strategies`` of a stage are pairs
+``[id, place]``, ``in_layouts`` and ``out_layouts`` are places.
+
+A file comes from anywhere and is believed in nothing: the types are checked field by field, unknown fields are refused,
+and a layout must make sense on the mesh that it is for.  Nothing in it is ever executed or unpickled.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from operator import index
+from pathlib import Path
+from typing import Annotated, Any, Generic, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from autopar.cluster import Mesh
+from autopar.errors import ClusterError, PlanError
+from autopar.plan import (
+    Axes,
+    CollectiveUse,
+    Layout,
+    Memory,
+    Plan,
+    Prediction,
+    Schedule,
+    SolverReport,
+    Stage,
+    Strategy,
+)
+
+FILE_FORMAT = "autopar.plan"
+FILE_VERSION = 1
+_ADVICE = "correct it, or plan again and save anew"
+_CLUSTER_FORMAT = "autopar-cluster"
+
+_Whole = Annotated[int, Meta(ge=0)]
+_Count = Annotated[int, Meta(ge=1)]
+_Number = Annotated[float, Meta(ge=0)]
+_Pairs = tuple[tuple[_Whole, _Whole], ...]
+_Entry = TypeVar("_Entry", bound=Hashable)
+
+
+# ------------------------------------------------------------------------------------------------- what the file holds
+
+
+class _LayoutEntry(Struct, forbid_unknown_fields=True):
+    dims: tuple[Axes, ...]
+    partial: Axes = ()
+
+
+class _StrategyEntry(Struct, forbid_unknown_fields=True):
+    factors: tuple[Axes, ...]
+    passing: Axes = ()
+
+
+class _MeshEntry(Struct, forbid_unknown_fields=True):
+    axis_names: Axes
+    axis_sizes: tuple[_Count, ...]
+
+
+class _StageEntry(Struct, forbid_unknown_fields=True):
+    mesh: _MeshEntry
+    homes: _Pairs
+    copies: _Pairs
+    strategies: _Pairs
+
+
+class _CollectiveEntry(Struct, forbid_unknown_fields=True):
+    kind: str
+    axes: Axes
+    full_bytes: _Number
+    count: _Whole
+    wire_bytes: _Number
+    seconds: _Number
+    phase: str
+    value: _Whole
+    origin: str
+
+
+class _MemoryEntry(Struct, forbid_unknown_fields=True):
+    argument_bytes: _Whole
+    output_bytes: _Whole
+    alias_bytes: _Whole
+    temp_bytes: _Whole
+    by_kind: dict[str, _Whole]
+    largest: tuple[tuple[str, _Whole], ...] = ()
+
+
+class _PredictionEntry(Struct, forbid_unknown_fields=True):
+    compute_seconds: _Number
+    communication_seconds: _Number
+    update_seconds: _Number
+    flops: _Number
+    bytes_moved: _Number
+    collectives: tuple[_CollectiveEntry, ...]
+    memory: _MemoryEntry
+
+
+class _SolverEntry(Struct, forbid_unknown_fields=True):
+    variables: _Whole
+    variables_after_reduction: _Whole
+    seconds: _Number
+    gap: _Number | None  # null is infinity, which JSON has not: the solver ran out of time without any bound
+    meshes_tried: tuple[str, ...] = ()
+
+
+class _PlanEntry(Struct, forbid_unknown_fields=True, kw_only=True):
+    fingerprint: str
+    jax_version: str
+    method: str
+    cluster: str
+    num_devices: _Count
+    num_microbatches: _Count = 1
+    schedule: Schedule = Schedule.SINGLE
+    layouts: tuple[_LayoutEntry, ...]
+    strategies: tuple[_StrategyEntry, ...]
+    stages: Annotated[tuple[_StageEntry, ...], Meta(min_length=1)]
+    in_paths: tuple[str, ...]
+    in_layouts: tuple[_Whole, ...]
+    out_paths: tuple[str, ...]
+    out_layouts: tuple[_Whole, ...]
+    prediction: _PredictionEntry
+    solver: _SolverEntry
+
+
+class _File(Struct, forbid_unknown_fields=True):
+    format: str
+    version: int
+    plan: _PlanEntry
+
+
+class _Header(Struct):
+    """Read first and leniently, so that a file of another format or version is refused by that name."""
+
+    format: str
+    version: int
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+def save_plan(plan: Plan, path: str | Path) -> None:
+    """Write the plan as versioned JSON; who reads the path meanwhile sees the old file or the new one, never a part.
+
+    Raises ``PlanError`` if the file cannot be written, or if :func:`load_plan` would refuse it (a figure that is not
+    finite, an axis that the mesh does not have); then an existing file stays as it was.
+    """
+    try:
+        data = _encode(plan)
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
+        raise PlanError(f"{path}: this plan cannot be written as JSON ({error}); nothing was written") from error
+    try:
+        readable = _decode(path, data) == plan
+    except PlanError as error:
+        raise PlanError(f"this plan is not sound and was not written: {error}") from error
+    if not readable:
+        raise PlanError(f"{path}: this plan does not survive being written (a field of an unknown kind?); not written")
+    _write_atomically(Path(os.path.realpath(path)), data)
+
+
+class _Table(Generic[_Entry]):
+    """Distinct entries in the order of their first use, and the place of each."""
+
+    def __init__(self) -> None:
+        self._places: dict[_Entry, int] = {}
+
+    def place(self, entry: _Entry) -> int:
+        return self._places.setdefault(entry, len(self._places))
+
+    def pairs(self, mapping: Mapping[int, _Entry]) -> _Pairs:
+        return tuple((index(key), self.place(entry)) for key, entry in mapping.items())
+
+    def entries(self) -> Iterable[_Entry]:
+        return self._places
+
+
+def _encode(plan: Plan) -> bytes:
+    """The text of the file, one line for each field of the plan."""
+    layouts: _Table[Layout] = _Table()
+    strategies: _Table[Strategy] = _Table()
+    stages = tuple(
+        _StageEntry(
+            _MeshEntry(stage.mesh.axis_names, stage.mesh.axis_sizes),
+            layouts.pairs(stage.homes),
+            layouts.pairs(stage.copies),
+            strategies.pairs(stage.strategies),
+        )
+        for stage in plan.stages
+    )
+    in_layouts = tuple(layouts.place(layout) for layout in plan.in_layouts)
+    out_layouts = tuple(layouts.place(layout) for layout in plan.out_layouts)
+    stored = _PlanEntry(
+        fingerprint=plan.fingerprint,
+        jax_version=plan.jax_version,
+        method=plan.method,
+        cluster=plan.cluster,
+        num_devices=index(plan.num_devices),
+        num_microbatches=index(plan.num_microbatches),
+        schedule=plan.schedule,
+        layouts=tuple(_LayoutEntry(layout.dims, layout.partial) for layout in layouts.entries()),
+        strategies=tuple(_StrategyEntry(one.factors, one.passing) for one in strategies.entries()),
+        stages=stages,
+        in_paths=plan.in_paths,
+        in_layouts=in_layouts,
+        out_paths=plan.out_paths,
+        out_layouts=out_layouts,
+        prediction=_from_prediction(plan.prediction),
+        solver=_from_solver(plan.solver),
+    )
+    encode = msgspec.json.encode
+    lines = b",\n".join(encode(name) + b": " + encode(value) for name, value in msgspec.structs.asdict(stored).items())
+    return b'{"format": %s, "version": %d, "plan": {\n%s\n}}\n' % (encode(FILE_FORMAT), FILE_VERSION, lines)
+
+
+def _from_prediction(prediction: Prediction) -> _PredictionEntry:
+    # float() and index() turn the scalars of NumPy, which planners compute with, into plain numbers.
+    memory = prediction.memory
+    return _PredictionEntry(
+        compute_seconds=float(prediction.compute_seconds),
+        communication_seconds=float(prediction.communication_seconds),
+        update_seconds=float(prediction.update_seconds),
+        flops=float(prediction.flops),
+        bytes_moved=float(prediction.bytes_moved),
+        collectives=tuple(
+            _CollectiveEntry(
+                kind=use.kind,
+                axes=use.axes,
+                full_bytes=float(use.full_bytes),
+                count=index(use.count),
+                wire_bytes=float(use.wire_bytes),
+                seconds=float(use.seconds),
+                phase=use.phase,
+                value=index(use.value),
+                origin=use.origin,
+            )
+            for use in prediction.collectives
+        ),
+        memory=_MemoryEntry(
+            argument_bytes=index(memory.argument_bytes),
+            output_bytes=index(memory.output_bytes),
+            alias_bytes=index(memory.alias_bytes),
+            temp_bytes=index(memory.temp_bytes),
+            by_kind={kind: index(size) for kind, size in memory.by_kind.items()},
+            largest=tuple((name, index(size)) for name, size in memory.largest),
+        ),
+    )
+
+
+def _from_solver(solver: SolverReport) -> _SolverEntry:
+    return _SolverEntry(
+        variables=index(solver.variables),
+        variables_after_reduction=index(solver.variables_after_reduction),
+        seconds=float(solver.seconds),
+        gap=None if solver.gap == math.inf else float(solver.gap),
+        meshes_tried=solver.meshes_tried,
+    )
+
+
+def _write_atomically(path: Path, data: bytes) -> None:
+    """Write beside the target and move over it: a rename within a directory is atomic."""
+    # Not the tempfile module: its files are for their owner alone, and a plan is to be shared.
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        try:
+            with beside.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise PlanError(f"cannot write plan file {path}: {error.strerror or error}; check the path") from error
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def load_plan(path: str | Path) -> Plan:
+    """The plan in a file that :func:`save_plan` wrote.
+
+    Raises ``PlanError`` naming the file, the field and what to do for anything missing, unknown, ill-typed, out of
+    range, or without sense on the plan's mesh.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise PlanError(f"cannot read plan file {path}: {error.strerror or error}; check the path") from error
+    return _decode(path, data)
+
+
+def _decode(path: str | Path, data: bytes) -> Plan:
+    try:
+        _check_header(path, msgspec.json.decode(data, type=_Header))
+        stored = msgspec.json.decode(data, type=_File).plan
+    except msgspec.ValidationError as error:
+        raise PlanError(f"{path}: {error}; {_ADVICE}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise PlanError(
+            f"{path} is not complete JSON ({error}), so it is no plan file, or one that was cut short; give a file "
+            "that Plan.save wrote, or plan again and save anew"
+        ) from error
+    return _Reader(path, stored).plan()
+
+
+def _check_header(path: str | Path, header: _Header) -> None:
+    if header.format == _CLUSTER_FORMAT:
+        raise PlanError(f"{path} describes a cluster, not a plan; read it with Cluster.from_file, and give a plan here")
+    if header.format != FILE_FORMAT:
+        raise PlanError(
+            f"{path}: $.format is {header.format!r}, not {FILE_FORMAT!r}; this is not a plan file, give one that "
+            "Plan.save wrote"
+        )
+    if header.version > FILE_VERSION:
+        raise PlanError(
+            f"{path}: $.version is {header.version}, written by a newer release, and this one reads {FILE_VERSION}; "
+            "upgrade autopar, or plan again with this release"
+        )
+    if header.version != FILE_VERSION:
+        raise PlanError(
+            f"{path}: $.version is {header.version}, and there is no such version (this release reads {FILE_VERSION}); "
+            f"{_ADVICE}"
+        )
+
+
+class _Reader:
+    """Turns the entries of one file into a plan, checking what the types cannot say."""
+
+    def __init__(self, path: str | Path, stored: _PlanEntry) -> None:
+        self._path = path
+        self._stored = stored
+        self._layouts = tuple(Layout(entry.dims, entry.partial) for entry in stored.layouts)
+        self._strategies = tuple(Strategy(entry.factors, entry.passing) for entry in stored.strategies)
+
+    def plan(self) -> Plan:
+        stored = self._stored
+        stages = tuple(self._stage(number, entry) for number, entry in enumerate(stored.stages))
+        meshes = tuple(dict.fromkeys(stage.mesh for stage in stages))
+        for number, use in enumerate(stored.prediction.collectives):
+            self._check_axes(f"$.plan.prediction.collectives[{number}]", {"axes": use.axes}, meshes)
+        return Plan(
+            fingerprint=stored.fingerprint,
+            jax_version=stored.jax_version,
+            method=stored.method,
+            cluster=stored.cluster,
+            num_devices=stored.num_devices,
+            stages=stages,
+            in_paths=stored.in_paths,
+            out_paths=stored.out_paths,
+            in_layouts=self._ends("in", stored.in_paths, stored.in_layouts, meshes),
+            out_layouts=self._ends("out", stored.out_paths, stored.out_layouts, meshes),
+            prediction=_to_prediction(stored.prediction),
+            solver=_to_solver(stored.solver),
+            num_microbatches=stored.num_microbatches,
+            schedule=stored.schedule,
+        )
+
+    def _stage(self, number: int, entry: _StageEntry) -> Stage:
+        place = f"$.plan.stages[{number}]"
+        try:
+            mesh = Mesh(entry.mesh.axis_names, entry.mesh.axis_sizes)
+        except ClusterError as error:
+            raise self._error(f"{place}.mesh", str(error)) from error
+        devices = self._stored.num_devices
+        if mesh.size > devices or (mesh.size != devices and len(self._stored.stages) == 1):
+            raise self._error(f"{place}.mesh", f"{mesh} has {mesh.size} devices, and $.plan.num_devices is {devices}")
+        return Stage(
+            mesh,
+            self._mapping(f"{place}.homes", entry.homes, self._layouts, mesh),
+            self._mapping(f"{place}.copies", entry.copies, self._layouts, mesh),
+            self._mapping(f"{place}.strategies", entry.strategies, self._strategies, mesh),
+        )
+
+    def _mapping(self, place: str, pairs: _Pairs, table: tuple[_Entry, ...], mesh: Mesh) -> dict[int, _Entry]:
+        """The pairs [id, place in the table] as a mapping; no id twice."""
+        # Each distinct entry is checked once, where it is first used: tens of thousands of values share a few.
+        first_use = {}
+        for position in range(len(pairs) - 1, -1, -1):
+            first_use[pairs[position][1]] = position
+        for entry, position in first_use.items():
+            self._check_entry(f"{place}[{position}][1]", entry, table, (mesh,))
+        mapping = {key: table[entry] for key, entry in pairs}
+        if len(mapping) < len(pairs):
+            seen: set[int] = set()
+            for position, (key, _) in enumerate(pairs):
+                if key in seen:
+                    raise self._error(f"{place}[{position}][0]", f"the id {key} stands there twice")
+                seen.add(key)
+        return mapping
+
+    def _ends(
+        self, side: str, paths: tuple[str, ...], entries: tuple[int, ...], meshes: tuple[Mesh, ...]
+    ) -> tuple[Layout, ...]:
+        """Layouts of the inputs or of the outputs, one for each path."""
+        if len(paths) != len(entries):
+            raise self._error(
+                f"$.plan.{side}_layouts", f"{len(entries)} layouts for {len(paths)} paths in $.plan.{side}_paths"
+            )
+        for entry in dict.fromkeys(entries):
+            self._check_entry(f"$.plan.{side}_layouts[{entries.index(entry)}]", entry, self._layouts, meshes)
+        return tuple(self._layouts[entry] for entry in entries)
+
+    def _check_entry(self, place: str, entry: int, table: Sequence[Any], meshes: tuple[Mesh, ...]) -> None:
+        """The place in the table exists, and what stands there has sense on one of the meshes."""
+        name = "layouts" if table is self._layouts else "strategies"
+        if entry >= len(table):
+            raise self._error(place, f"{entry} is no place in $.plan.{name}, which has {len(table)} entries")
+        found = table[entry]
+        if isinstance(found, Layout):
+            groups = {f"dims[{dim}]": axes for dim, axes in enumerate(found.dims)} | {"partial": found.partial}
+        else:
+            groups = {f"factors[{f}]": axes for f, axes in enumerate(found.factors)} | {"passing": found.passing}
+        self._check_axes(f"$.plan.{name}[{entry}]", groups, meshes, f", used at {place}")
+
+    def _check_axes(self, place: str, groups: Mapping[str, Axes], meshes: tuple[Mesh, ...], used_at: str = "") -> None:
+        """Every axis is one of a mesh and is used once, and each group stands in mesh order."""
+        complaints = [_complaint(groups, mesh) for mesh in meshes]
+        if all(complaints):
+            field, what = next(complaint for complaint in complaints if complaint)
+            raise self._error(f"{place}.{field}", f"{what}{used_at}")
+
+    def _error(self, place: str, what: str) -> PlanError:
+        return PlanError(f"{self._path}: {place}: {what}; {_ADVICE}")
+
+
+def _complaint(groups: Mapping[str, Axes], mesh: Mesh) -> tuple[str, str] | None:
+    """(field, what is wrong with its axes on this mesh), if anything is."""
+    used: set[str] = set()
+    for field, axes in groups.items():
+        for axis in axes:
+            if axis not in mesh.axis_names:
+                return field, f"there is no axis {axis!r} in mesh {mesh}"
+            if axis in used:
+                return field, f"the axis {axis!r} is used twice"
+            used.add(axis)
+        if list(axes) != sorted(axes, key=mesh.axis_names.index):
+            return field, f"the axes {list(axes)} are not in the order of mesh {mesh}"
+    return None
+
+
+def _to_prediction(entry: _PredictionEntry) -> Prediction:
+    fields = msgspec.structs.asdict(entry)
+    fields["collectives"] = tuple(CollectiveUse(**msgspec.structs.asdict(use)) for use in entry.collectives)
+    fields["memory"] = Memory(**msgspec.structs.asdict(entry.memory))
+    return Prediction(**fields)
+
+
+def _to_solver(entry: _SolverEntry) -> SolverReport:
+    gap = math.inf if entry.gap is None else entry.gap
+    return SolverReport(**(msgspec.structs.asdict(entry) | {"gap": gap}))
