@@ -3,6 +3,7 @@
 from autopar.api import Compiled, Parallelized, parallelize
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, ClusterError, PlanError, TraceError
+from autopar.explain import Explanation, explain
 from autopar.plan import Plan
 
 __version__ = "0.1.0"
@@ -12,9 +13,11 @@ __all__ = [
     "Cluster",
     "ClusterError",
     "Compiled",
+    "Explanation",
     "Parallelized",
     "Plan",
     "PlanError",
     "TraceError",
+    "explain",
     "parallelize",
 ]

@@ -74,7 +74,7 @@ class Compiled:
 MEASURED_STEPS = 8
 """So many first steps of an executable are waited for and timed."""
 
-WHY_SECONDS = 6.0
+WHY_SECONDS = 8.0
 """So long the explanation may look for runner-ups."""
 
 
@@ -83,11 +83,12 @@ class Parallelized:
 
     def __init__(self, function: Callable[..., Any], options: Options) -> None:
         functools.update_wrapper(self, function)
+        self._name = getattr(function, "__name__", type(function).__name__)
         self._function = function
         self._options = options
         self._subjects: dict[Hashable, Subjected] = {}
         self._compiled: dict[Hashable, Compiled] = {}
-        self._planned: dict[Hashable, tuple[Plan, Found | None]] = {}
+        self._planned: dict[tuple[str, Cluster, Hashable], tuple[Plan, Found | None]] = {}
         self._in_use: Plan | None = None
         self._last: Compiled | None = None
 
@@ -103,7 +104,9 @@ class Parallelized:
         self._last = compiled
         return compiled.run(list(call.leaves))
 
-    def plan(self, *args: Any, cluster: Cluster | None = None, method: str | Method | None = None, **kwargs: Any) -> Plan:
+    def plan(
+        self, *args: Any, cluster: Cluster | None = None, method: str | Method | None = None, **kwargs: Any
+    ) -> Plan:
         """The plan for these arguments (``jax.ShapeDtypeStruct`` leaves suffice); nothing is compiled."""
         return self._plan(args, kwargs, cluster or self.cluster, self._demands(method))[1]
 
@@ -135,7 +138,9 @@ class Parallelized:
         subject, plan, _ = self._plan((shapes, *rest), kwargs, self.cluster, self._options.demands)
         place = subject.program.in_tree.num_leaves
         if len(leaves) > place:
-            raise TraceError("init_fn returns more leaves than the step takes arguments; pass the step's other arguments")
+            raise TraceError(
+                "init_fn returns more leaves than the step takes arguments; pass the step's other arguments"
+            )
         layouts = plan.in_layouts[: len(leaves)]
         with self._progress() as progress:
             progress.say("compiling the initialiser")
@@ -185,8 +190,13 @@ class Parallelized:
     def runner_ups(
         self, subject: Subjected, found: Found, cluster: Cluster, groups: Sequence[Sequence[int]]
     ) -> tuple[Why, ...]:
-        """What the best plan would cost in which a group of inputs lies otherwise (see :mod:`autopar.intra_op.why`)."""
-        question = Question(found, subject.graph, subject.roles.state_pairs, cluster)
+        """What the best plan would cost in which a group of inputs (by position) lies otherwise.
+
+        See :mod:`autopar.intra_op.why`; values in the answer are those of ``found.program.graph``.
+        """
+        inputs = found.program.graph.inputs
+        groups = [[inputs[position] for position in group] for group in groups]
+        question = Question(found, subject.roles.state_pairs, cluster)
         return why(question, groups, time_limit_seconds=WHY_SECONDS)
 
     @property
@@ -205,7 +215,7 @@ class Parallelized:
         return self._options.demands if method is None else replace(self._options.demands, method=method)
 
     def _progress(self) -> Progress:
-        return Progress(self.__name__)
+        return Progress(self._name)
 
     def _flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         options = self._options
@@ -214,10 +224,13 @@ class Parallelized:
         )
 
     def _refuse_tracers(self, call: Call) -> None:
-        traced = next((path for leaf, path in zip(call.leaves, call.paths, strict=True) if isinstance(leaf, jax.core.Tracer)), None)
+        traced = next(
+            (path for leaf, path in zip(call.leaves, call.paths, strict=True) if isinstance(leaf, jax.core.Tracer)),
+            None,
+        )
         if traced is not None:
             raise TraceError(
-                f"{self.__name__} is a whole program over a cluster and cannot run inside jit, grad or vmap ({traced} is a "
+                f"{self._name} is a whole program over a cluster and cannot run inside jit, grad or vmap ({traced} is a "
                 "tracer). Apply the transformation inside the function that you give to autopar.parallelize."
             )
 
@@ -226,7 +239,11 @@ class Parallelized:
         if key not in self._subjects:
             options = self._options
             program = trace(
-                self._function, args, kwargs, static_argnums=options.static_argnums, static_argnames=options.static_argnames
+                self._function,
+                args,
+                kwargs,
+                static_argnums=options.static_argnums,
+                static_argnames=options.static_argnames,
             )
             roles = infer_roles(program, batch_argnums=options.batch_argnums, state_argnums=options.state_argnums)
             self._subjects[key] = subject_of(program, roles, platform)
@@ -251,13 +268,13 @@ class Parallelized:
             )
         return self._planned[key]
 
-    def _reused(self, subject: Subjected, cluster: Cluster, demands: Demands) -> tuple[Plan, None] | None:
+    def _reused(self, subject: Subjected, cluster: Cluster, demands: Demands) -> tuple[Plan, Found | None] | None:
         """An earlier plan of the same program with other sizes, if its layouts still divide."""
-        for (_, known_cluster, known_demands), (plan, _) in self._planned.items():
+        for (_, known_cluster, known_demands), (plan, found) in self._planned.items():
             if known_cluster == cluster and known_demands == _hashable(demands):
                 adapted = adapt_stage(plan, subject, cluster, demands)
                 if adapted is not None:
-                    return adapted, None
+                    return adapted, found
         return None
 
     def _compile(
@@ -291,7 +308,9 @@ def _check_fits(plan: Plan, subject: Subjected, cluster: Cluster) -> None:
     if plan.fingerprint != subject.fingerprint:
         ours, theirs = set(subject.program.in_paths), set(plan.in_paths)
         odd = sorted(ours ^ theirs)[:3]
-        where = f"they differ in the arguments {', '.join(odd)}" if odd else "the same arguments, but another computation"
+        where = (
+            f"they differ in the arguments {', '.join(odd)}" if odd else "the same arguments, but another computation"
+        )
         raise PlanError(f"the plan was made for another program ({where}); plan again for this one")
 
 
@@ -369,11 +388,15 @@ def _read_options(given: dict[str, Any]) -> Options:
     others = ("cluster", "static_argnums", "static_argnames", "batch_argnums", "state_argnums")
     unknown = [name for name in given if name not in (*known, *others, "donate_argnums")]
     if unknown:
-        raise TypeError(f"parallelize() got unknown options {unknown}; known are {sorted((*known, *others, 'donate_argnums'))}")
+        raise TypeError(
+            f"parallelize() got unknown options {unknown}; known are {sorted((*known, *others, 'donate_argnums'))}"
+        )
     demands = {name: given[name] for name in known if given.get(name) is not None}
     donate = given.get("donate_argnums", "auto")
     if donate not in ("auto", ()):
-        raise PlanError('donate_argnums is "auto" (the state is donated) or () (nothing is); other arguments stay yours')
+        raise PlanError(
+            'donate_argnums is "auto" (the state is donated) or () (nothing is); other arguments stay yours'
+        )
     return Options(
         demands=Demands(**demands, donate_state=donate == "auto"),
         **{name: given[name] for name in others if name in given},

@@ -23,8 +23,7 @@ from autopar.cluster import Cluster, Mesh
 from autopar.errors import PlanError
 from autopar.graph.ir import FactorKind, Graph, Operator, Phase, Value
 from autopar.intra_op.choices import cuttable_factors
-from autopar.intra_op.problem import loop_links
-from autopar.intra_op.problem import Port
+from autopar.intra_op.problem import Port, loop_links
 from autopar.intra_op.restrict import Reach, Restriction
 from autopar.plan import Layout
 
@@ -226,8 +225,8 @@ def _pieces(
     batch = batch_reach(subject, mesh, "data")
     merged: dict[int, frozenset[int]] = defaultdict(frozenset)
     for reach in (batch, updates):
-        for value, dims in reach.items():
-            merged[value] |= dims
+        for reached, tied in reach.items():
+            merged[reached] |= tied
     return Restriction(pinned=pinned, pinned_copies=copies, reach={"data": merged})
 
 

@@ -94,8 +94,9 @@ class Stage:
 class CollectiveUse:
     """Predicted collectives of one kind over the same axes for the same reason.
 
-    ``full_bytes`` is the size of the full tensor of one of them (see :mod:`autopar.cost_model.collectives`), ``wire_bytes``
-    what one device sends in all ``count`` of them in a step (ring accounting), ``seconds`` their time in a step.
+    ``full_bytes`` is the size of the full tensor of one of them (see :mod:`autopar.cost_model.collectives`),
+    ``wire_bytes`` what one device sends in all ``count`` of them in a step (ring accounting), ``seconds`` their time in
+    a step.
     """
 
     kind: str

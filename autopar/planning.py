@@ -23,7 +23,7 @@ from autopar.graph.roles import Role, Roles
 from autopar.graph.tracing import TracedProgram
 from autopar.intra_op.restrict import Restriction
 from autopar.intra_op.search import Found, Task, search
-from autopar.methods import IntraOp, Method, Subject, method_of, mesh_of
+from autopar.methods import IntraOp, Method, Subject, mesh_of, method_of
 from autopar.plan import Layout, Plan
 from autopar.schedule.spmd import output_layouts
 
@@ -79,7 +79,9 @@ def make_plan(
     meshes = method.meshes(cluster)
     if demands.mesh_shape is not None:
         wanted = mesh_of(demands.mesh_shape, cluster)
-        meshes = (wanted,) if isinstance(method, IntraOp) else tuple(m for m in meshes if m.axis_sizes == wanted.axis_sizes)
+        meshes = (
+            (wanted,) if isinstance(method, IntraOp) else tuple(m for m in meshes if m.axis_sizes == wanted.axis_sizes)
+        )
         if not meshes:
             raise PlanError(f"method={method.name!r} cannot use mesh_shape={demands.mesh_shape}; leave one of them out")
     state = subject.roles.leaves(Role.STATE)
@@ -159,7 +161,9 @@ def _with_constraints(
         for value in matches:
             rank = len(subject.graph.values[value].shape)
             if len(spec) > rank:
-                raise PlanError(f"constraint {pattern!r}: {spec} has more entries than {names[value]} has dimensions ({rank})")
+                raise PlanError(
+                    f"constraint {pattern!r}: {spec} has more entries than {names[value]} has dimensions ({rank})"
+                )
             entries = [_axes_of(entry) for entry in spec] + [()] * (rank - len(spec))
             layout = Layout(tuple(tuple(n for n in mesh.axis_names if n in axes) for axes in entries))
             if pinned.get(value, layout) != layout:
@@ -188,4 +192,3 @@ def path_matches(pattern: str, path: str) -> bool:
     """Whether a leaf path matches a glob: ``*`` within a name, ``**`` over any number of names."""
     expression = re.escape(pattern).replace(r"\*\*/", "(?:.*/)?").replace(r"\*\*", ".*").replace(r"\*", "[^/]*")
     return re.fullmatch(expression, slash_path(path)) is not None
-

@@ -17,8 +17,10 @@ from autopar.schedule.spmd import lower, output_layouts
 
 
 def adapt_stage(plan: Plan, subject: Subjected, cluster: Cluster, demands: Demands) -> Plan | None:
-    """The plan with the predictions of the new sizes; None when the program differs, something no longer divides, or
-    the memory budget is exceeded."""
+    """The plan with the predictions of the new sizes; None where it no longer serves.
+
+    That is when the program differs, something no longer divides, or the memory budget is exceeded.
+    """
     stage = plan.stages[0]
     graph = subject.graph
     if plan.in_paths != subject.program.in_paths or not _still_divides(stage, graph):

@@ -89,7 +89,9 @@ def measure(model: Model, cluster: Cluster, clock_rounds: int) -> list[Row]:
     compiled: dict[str, Any] = {}
     for method in METHODS:
         try:
-            compiled[method] = autopar.parallelize(model.train_step).compile(state, batch, cluster=cluster, method=method)
+            compiled[method] = autopar.parallelize(model.train_step).compile(
+                state, batch, cluster=cluster, method=method
+            )
         except PlanError as error:
             print(f"{method}: {error}")
     clocks = run_in_turn(model, compiled, clock_rounds) if clock_rounds else {}
@@ -138,7 +140,17 @@ def advance(step: Any, state_leaves: list[Any], batch: Any) -> list[Any]:
 def table(title: str, rows: list[Row]) -> Table:
     """The figures of one model on one cluster."""
     made = Table(title=title)
-    columns = ("method", "mesh", "predicted ms", "HLO ms", "compute", "collectives", "predicted MiB", "XLA MiB", "clock ms")
+    columns = (
+        "method",
+        "mesh",
+        "predicted ms",
+        "HLO ms",
+        "compute",
+        "collectives",
+        "predicted MiB",
+        "XLA MiB",
+        "clock ms",
+    )
     for column in columns:
         made.add_column(column, justify="left" if column in ("method", "mesh") else "right")
     for row in sorted(rows, key=lambda row: row.hlo_seconds):

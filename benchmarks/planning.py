@@ -32,7 +32,18 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     arguments = parser.parse_args()
     table = Table(title="GPT hidden 2048, 32 heads, sequence 1024, vocabulary 51200; 24 layers are 1.3 B; 8 × V100")
-    for name in ("layers", "equations", "trace s", "graph s", "plan s", "total s", "variables", "reduced", "mesh", "step ms"):
+    for name in (
+        "layers",
+        "equations",
+        "trace s",
+        "graph s",
+        "plan s",
+        "total s",
+        "variables",
+        "reduced",
+        "mesh",
+        "step ms",
+    ):
         table.add_column(name, justify="right")
     for layers in arguments.layers:
         table.add_row(*measure(layers, arguments.batch))

@@ -24,7 +24,7 @@ from examples.gpt import data, generate, model, train
 from examples.gpt.checkpoint import Checkpoints
 
 TINY = model.GPTConfig(vocab_size=64, hidden=32, layers=2, heads=4, sequence=8)
-TEXT_BYTES = 400_000
+TEXT_BYTES = 1_000_000
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,7 @@ from tests.local_cases import (
     LOOKUP,
     MESHES,
     MIN,
+    SCATTER,
     SUM,
     Case,
     Spec,
@@ -218,6 +219,10 @@ MATRIX = jax.ShapeDtypeStruct((8, 16), "float32")
               normal(2, 2, 2, 2), integers(0, 2, 8, 4), normal(8), w=SUM), {"w": "b"}, "whole"),
         (spec("ragged_dot_general", "mk,gkn,g->mn", lax.ragged_dot, normal(8, 4), normal(2, 4, 4), np.int32([3, 5]),
               k=SUM), {"m": "b"}, "whole"),
+        (spec("scatter-add", "v,v.,v->v", lambda t, i, u: t.at[i].add(u), normal(8), integers(0, 9, 8), normal(8),
+              v=SCATTER), {"v": "b"}, "whole"),
+        (spec("reshape", "ij->k", lambda x: lax.reshape(x, (128,), (1, 0)), normal(8, 16)), {"k": "b"}, "whole"),
+        (spec("exp", "i(jk)->i(jk)", lax.exp, normal(8, 16), sizes={"j": 8, "k": 1}), {"j": "b"}, "do not make up"),
         (spec("slice", "ij->i.", lambda x: x[:, 2:], normal(8, 16)), {"j": "b"}, "no result carries"),
         (spec("pad", "ij,->ij", lambda x: lax.pad(x, 0.0, ((0, 0, 0), (1, -1, 0))), normal(8, 16)), {"j": "b"},
          "has to be whole"),
@@ -276,6 +281,17 @@ def test_user_placements_are_dropped() -> None:
     for case in cases_of(specs):
         sharded = local_program(case, (("a",), ("b",)), P("a", "b"), [P("a", "b")])
         np.testing.assert_array_equal(jax.jit(sharded)(x)[0], x)
+
+
+def test_shardings_in_parameters_are_dropped() -> None:
+    """A program traced under a mesh of explicit axes names them in its equations."""
+    (case,) = cases_of([spec("broadcast_in_dim", "j->ij", lambda x: lax.broadcast(x, (8,)), normal(16))])
+    other = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("users",))
+    sharding = jax.sharding.NamedSharding(other, P("users"))
+    equation = case.operator.equation
+    equation = equation.replace(params=equation.params | {"sharding": sharding})
+    named = Case(case.label, operator_of(equation, case.operator.rule), case.operands, case.results)
+    assert assert_local_equals_whole([named], MESHES["2x4"], 4) == 4
 
 
 def test_generators_that_cannot_be_cut_are_run_whole() -> None:

@@ -9,8 +9,11 @@ earlier nodes, so the list is in topological order; all sizes are those of one d
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
+from typing import Any
 
 from autopar import _compat
 from autopar.graph.build import LoopKind
@@ -83,7 +86,8 @@ class Node:
 @dataclass
 class Arrays:
     """All nodes of one level. ``outputs`` are nodes (``None``: a literal); ``pairs`` are positions of an input and of
-    the output that takes its buffer."""
+    the output that takes its buffer.
+    """
 
     nodes: list[Node] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
@@ -105,6 +109,23 @@ def arrays_of(program: SpmdProgram, pairs: tuple[tuple[int, int], ...], platform
     return arrays
 
 
+def _dot_order(rank: int, summed: tuple[int, ...], batch: tuple[int, ...], side: int) -> tuple[int, ...]:
+    """The order of dimensions that XLA:CPU's matrix products want: (batch, free, summed) and (batch, summed, free)."""
+    free = tuple(dim for dim in range(rank) if dim not in summed and dim not in batch)
+    return (*batch, *free, *summed) if side == 0 else (*batch, *summed, *free)
+
+
+def same_equation(one: Any, other: Any) -> bool:
+    """Whether two equations of one primitive with the same array operands compute the same thing."""
+    if one is other:
+        return True
+    literals = [
+        [str(atom) if isinstance(atom, _compat.Literal) else None for atom in equation.invars]
+        for equation in (one, other)
+    ]
+    return literals[0] == literals[1] and str(one.params) == str(other.params)
+
+
 class _Builder:
     """Owns the growing list of one level."""
 
@@ -112,6 +133,8 @@ class _Builder:
         self._program = program
         self._platform = platform
         self._shapes: dict[Buffer, tuple[int, ...]] = {}
+        self._made: dict[object, int] = {}
+        self._run: dict[object, list[tuple[Any, int]]] = {}
         self.arrays = Arrays()
         self.at: dict[Buffer, int] = {}
         for buffer in program.inputs:
@@ -142,10 +165,18 @@ class _Builder:
         self.at[buffer] = number = self._add(form, inputs, self._bytes(buffer), tenant, buffer.value, source)
         return number
 
-    def _relayout(self, node: int) -> int:
+    def _once(self, key: tuple[object, ...], make: Callable[[], int]) -> int:
+        """What was made before for this key, or made now."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def _relayout(self, node: int, order: tuple[int, ...]) -> int:
         """The same array with its dimensions in another order in memory."""
         old = self.arrays.nodes[node]
-        return self._add(Form.CHEAP, (node,), old.size_bytes, old.tenant, old.value, old.source)
+        return self._once(
+            (node, order), lambda: self._add(Form.CHEAP, (node,), old.size_bytes, old.tenant, old.value, old.source)
+        )
 
     # --- collectives ---
 
@@ -154,7 +185,9 @@ class _Builder:
         layout, node = step.source.layout, self.at[step.source]
         for move in step.moves:
             before, layout = layout, after_move(layout, move, self._program.mesh)
-            node = self._move(step, move, node, Buffer(step.source.value, before), Buffer(step.source.value, layout))
+            ends = Buffer(step.source.value, before), Buffer(step.source.value, layout)
+            make = partial(self._move, step, move, node, *ends)
+            node = self._once((node, move), make)
         self.at[step.target] = node
 
     def _move(self, step: Reshard, move: Move, node: int, before: Buffer, after: Buffer) -> int:
@@ -171,10 +204,11 @@ class _Builder:
                 pieces = self._add(Form.KERNEL, (node,), size, tenant, value, step.cause)
                 sent = self._add(Form.KERNEL, (pieces,), size, tenant, value, step.cause)
                 return self._add(Form.COSTLY, (sent,), size, tenant, value, step.cause)
+        order = (move.dim, *(dim for dim in range(len(shape)) if dim != move.dim))
         if minor:
-            node = self._relayout(node)
+            node = self._relayout(node, order)
         node = self._add(Form.KERNEL, (node,), size, tenant, value, step.cause)
-        return self._relayout(node) if minor else node
+        return self._relayout(node, ()) if minor else node
 
     def _tenant(self, operator: Operator | None) -> Tenant:
         return Tenant.UPDATE if operator is None else TENANT_OF_PHASE[operator.phase]
@@ -189,6 +223,11 @@ class _Builder:
             self._loop(step)
         elif operator.primitive == "dot_general":
             self._dot(step)
+        elif operator.primitive == "optimization_barrier":
+            # XLA:CPU drops barriers before it looks for equal work.
+            for operand, result in zip(step.operands, step.results, strict=True):
+                assert operand is not None
+                self.at[result] = self.at[operand]
         elif len(step.results) == 1:
             self._plain(step, inputs)
         else:
@@ -212,7 +251,10 @@ class _Builder:
     def _plain(self, step: Run, inputs: tuple[int, ...]) -> None:
         operator = step.operator
         form = self._form(operator)
-        node = self.arrays.nodes[self._buffer(form, inputs, step.results[0], self._tenant(operator), operator)]
+        number, fresh = self._computed(form, inputs, step)
+        if not fresh:
+            return
+        node = self.arrays.nodes[number]
         node.elementwise = operator.primitive in FUSIBLE and operator.primitive not in ELEMENTWISE_EXCEPTIONS
         node.unary = sum(self.arrays.nodes[i].size_bytes >= node.size_bytes for i in set(inputs)) <= 1
         node.taken_in = operator.primitive in TAKEN_IN_BY_REDUCTIONS
@@ -223,23 +265,26 @@ class _Builder:
         inputs = []
         for side, buffer in enumerate(step.operands):
             assert buffer is not None
-            node = self.at[buffer]
-            shape = self._shape(buffer)
-            if self._reordered(shape, contracting[side], batch[side], side):
-                node = self._relayout(node)
+            node, shape = self.at[buffer], self._shape(buffer)
+            order = _dot_order(len(shape), contracting[side], batch[side], side)
+            long = [dim for dim in order if shape[dim] > 1]
+            # A transposed matrix is read as such; of more dimensions a copy is made.
+            if long != sorted(long) and (len(shape) > 2 or batch[side]):
+                node = self._relayout(node, order)
             inputs.append(node)
-        self._buffer(Form.KERNEL, tuple(inputs), step.results[0], self._tenant(operator), operator)
+        self._computed(Form.KERNEL, tuple(inputs), step)
 
-    def _reordered(
-        self, shape: tuple[int, ...], contracting: tuple[int, ...], batch: tuple[int, ...], side: int
-    ) -> bool:
-        """Whether XLA:CPU transposes the operand to (batch, free, summed) or (batch, summed, free) first."""
-        if len(shape) <= 2 and not batch:
-            return False
-        free = tuple(dim for dim in range(len(shape)) if dim not in contracting and dim not in batch)
-        order = (*batch, *free, *contracting) if side == 0 else (*batch, *contracting, *free)
-        long = [dim for dim in order if shape[dim] > 1]
-        return long != sorted(long)
+    def _computed(self, form: Form, inputs: tuple[int, ...], step: Run) -> tuple[int, bool]:
+        """The node of an operator's result, and whether it is new: equal work is done once, as XLA sees to it."""
+        operator, result = step.operator, step.results[0]
+        alike = self._run.setdefault((operator.primitive, inputs, self._shape(result), result.layout), [])
+        for equation, known in alike:
+            if same_equation(equation, operator.equation):
+                self.at[result] = known
+                return known, False
+        number = self._buffer(form, inputs, result, self._tenant(operator), operator)
+        alike.append((operator.equation, number))
+        return number, True
 
     # --- loops ---
 
@@ -292,4 +337,3 @@ class _Builder:
             self.arrays.nodes[branch].inner = arrays_of(body, (), self._platform)
         for buffer, node in zip(step.results, owned, strict=True):
             self._buffer(Form.RENAME, (node, branch), buffer, self._tenant(operator), operator)
-

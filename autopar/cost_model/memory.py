@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass
 
-from autopar.cost_model.arrays import Arrays, Form, Node, Tenant, arrays_of
+from autopar.cost_model.arrays import Arrays, Form, Node, arrays_of
 from autopar.graph.fusion import Fusion
 from autopar.plan import Memory
 from autopar.schedule.spmd import SpmdProgram
@@ -31,7 +31,8 @@ LODGERS = 4096
 @dataclass(slots=True)
 class Kernels:
     """What runs: ``reads[k]`` are the nodes with buffers (and the loops) that kernel k waits for, ``overwrites[k]``
-    those that it may write over; both only for nodes that are kernels."""
+    those that it may write over; both only for nodes that are kernels.
+    """
 
     nodes: list[Node]
     reads: dict[int, frozenset[int]]
@@ -246,9 +247,7 @@ def _ancestors(kernels: Kernels, position: dict[int, int], asked: set[int]):  # 
     return lambda a, b: bool(reached[b] & bit[a])
 
 
-def _buffers(
-    kernels: Kernels, position: dict[int, int], end: dict[int, int], fixed: set[int]
-) -> list[Tenancy]:
+def _buffers(kernels: Kernels, position: dict[int, int], end: dict[int, int], fixed: set[int]) -> list[Tenancy]:
     """All scratch buffers; a kernel that may write over an operand that dies with it takes its buffer."""
     found: dict[int, Tenancy] = {}
     for number in sorted(kernels.reads, key=position.__getitem__):

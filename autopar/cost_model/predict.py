@@ -122,8 +122,15 @@ def _extremes(step: Run, program: SpmdProgram, cluster: Cluster, trips: int) -> 
         origin = f"{step.operator.primitive} at {step.operator.source}"
         found.append(
             CollectiveUse(
-                Collective.ALL_REDUCE.value, axes, full, trips, wire * trips, seconds * trips,
-                step.operator.phase.value, buffer.value, origin,
+                Collective.ALL_REDUCE.value,
+                axes,
+                full,
+                trips,
+                wire * trips,
+                seconds * trips,
+                step.operator.phase.value,
+                buffer.value,
+                origin,
             )
         )
     return found

@@ -107,7 +107,7 @@ class RunnerUp:
     """The best plan in which a parameter lies otherwise.
 
     ``extra_seconds`` is what it costs more by the planner's objective; ``changes`` say where, by prediction, largest
-    first; ``moved`` are the other arrays whose layouts change with it, grouped.
+    first; ``moved`` are the other arrays whose layouts change with it, ``moved_parameters`` the parameters among them.
     """
 
     sharding: str
@@ -116,6 +116,7 @@ class RunnerUp:
     changes: tuple[Change, ...]
     extra_state_bytes: int
     moved: tuple[str, ...]
+    moved_parameters: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,10 @@ class Measured:
 
 def spec_text(layout: Layout) -> str:
     """A layout like a PartitionSpec: ``P('data', None)``, ``P()`` for whole, with ``+ Σ`` where it is partial."""
-    entries = [f"({', '.join(map(repr, axes))})" if len(axes) > 1 else repr(axes[0]) if axes else "None" for axes in layout.dims]
+    entries = [
+        f"({', '.join(map(repr, axes))})" if len(axes) > 1 else repr(axes[0]) if axes else "None"
+        for axes in layout.dims
+    ]
     while entries and entries[-1] == "None":
         entries.pop()
     text = f"P({', '.join(entries)})"

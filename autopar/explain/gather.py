@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from autopar.errors import AutoparError, PlanError
-from autopar.explain.data import Measured, MemoryUse, MethodTotals, Time
+from autopar.explain.data import Leaf, LeafKind, Measured, MemoryUse, MethodTotals, Time
 from autopar.explain.explanation import Explanation
 from autopar.explain.layouts import leaves_of, parameter_groups, parameters_of, undivided
 from autopar.explain.verdict import verdict_text
@@ -77,7 +77,7 @@ class Step(Protocol):
     def runner_ups(
         self, subject: Subjected, found: Found, cluster: Cluster, groups: Sequence[Sequence[int]]
     ) -> tuple[Why, ...]:
-        """The best plans in which groups of inputs lie otherwise."""
+        """The best plans in which groups of inputs (positions) lie otherwise."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,7 @@ def _explanation(case: _Case) -> Explanation:
     groups = parameter_groups(leaves)
     whys: tuple[Why, ...] = ()
     if case.found is not None:
-        ids = [[subject.graph.inputs[position] for position in group] for group in groups]
-        whys = case.step.runner_ups(subject, case.found, case.cluster, ids)
+        whys = _whys(case, case.found, leaves, groups)
     methods = tuple(_opponent(case, name) for name in case.step.opponents)
     worth = REPEATED_SHARE * prediction.step_seconds
     budget = float(case.step.demands.memory_per_device or case.cluster.per_device_memory_bytes)
@@ -155,7 +154,7 @@ def _explanation(case: _Case) -> Explanation:
         time=_time(prediction),
         memory=_memory(prediction, budget),
         leaves=leaves,
-        parameters=parameters_of(leaves, groups, whys, subject.graph.inputs, plan),
+        parameters=parameters_of(leaves, groups, whys, _inputs_asked_about(case), plan),
         operators=operators,
         collectives=collective_groups(prediction, program, subject.names),
         methods=methods,
@@ -168,9 +167,33 @@ def _explanation(case: _Case) -> Explanation:
     )
 
 
+def _whys(case: _Case, found: Found, leaves: Sequence[Leaf], groups: Sequence[tuple[int, ...]]) -> tuple[Why, ...]:
+    """Answers for the groups in their order; parameters are asked about first, for time may run out."""
+    order = sorted(range(len(groups)), key=lambda number: leaves[groups[number][0]].kind is not LeafKind.PARAMETER)
+    asked = [groups[number] for number in order]
+    answers = dict(zip(order, case.step.runner_ups(case.subject, found, case.cluster, asked), strict=True))
+    return tuple(answers[number] for number in range(len(groups)))
+
+
+def _inputs_asked_about(case: _Case) -> tuple[int, ...]:
+    """Ids of the inputs in the program that the plan was found for."""
+    return case.subject.graph.inputs if case.found is None else case.found.program.graph.inputs
+
+
+def _is_of_other_sizes(case: _Case) -> bool:
+    """Whether the plan was found for other sizes than it is used for."""
+    if case.found is None:
+        return False
+    graphs = (case.subject.graph, case.found.program.graph)
+    ours, theirs = ([graph.values[value].shape for value in graph.inputs] for graph in graphs)
+    return ours != theirs
+
+
 def _hardware(cluster: Cluster) -> str:
     hosts = f"{cluster.hosts} host{'s' if cluster.hosts > 1 else ''} × {cluster.devices_per_host}"
-    shared = f", {cluster.compute_shared_by} of them sharing one device's compute" if cluster.compute_shared_by > 1 else ""
+    shared = (
+        f", {cluster.compute_shared_by} of them sharing one device's compute" if cluster.compute_shared_by > 1 else ""
+    )
     return f"{hosts} {cluster.device.name}{shared}"
 
 
@@ -240,9 +263,13 @@ def _notes(case: _Case, whys: tuple[Why, ...]) -> tuple[str, ...]:
     notes = []
     if case.found is None:
         notes.append(
-            "This plan was loaded, or carried over from other sizes, so the planner's records are not at hand and no "
-            "runner-ups are given; plan again (autopar.explain with arguments, in a fresh process) to see them."
+            "This plan was loaded, so the planner's records are not at hand and no runner-ups are given; to see them, let "
+            "autopar.explain(train_step, *arguments, method=…) plan again."
         )
+    if _is_of_other_sizes(case):
+        notes.append("The plan was carried over from other sizes; the runner-ups' seconds are of those.")
+    if any(why.answer.value == "no_time" for why in whys):
+        notes.append("Runner-ups were looked for from the heaviest parameters on, for some seconds; the others have none.")
     if not case.subject.donated or not case.step.demands.donate_state:
         notes.append("No state is donated, so a step holds the old and the new state at once.")
     return tuple(notes)

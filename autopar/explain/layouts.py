@@ -108,13 +108,13 @@ def parameters_of(
     leaves: Sequence[Leaf], groups: Sequence[tuple[int, ...]], whys: Sequence[Why], inputs: Sequence[int], plan: Plan
 ) -> tuple[Parameter, ...]:
     """One row per group; ``whys`` are the answers for the groups in the same order, or nothing; ``inputs`` value ids."""
-    path_of = dict(zip(inputs, (leaf.path for leaf in leaves), strict=True))
+    leaf_of = dict(zip(inputs, leaves, strict=True))
     found = []
     for number, group in enumerate(groups):
         first = leaves[group[0]]
         paths = tuple(leaves[position].path for position in group)
         why = whys[number] if whys else None
-        others = () if why is None else tuple(_runner_up(other, path_of) for other in why.alternatives)
+        others = () if why is None else tuple(_runner_up(other, leaf_of) for other in why.alternatives)
         found.append(
             Parameter(
                 path=family_name(paths),
@@ -133,21 +133,23 @@ def parameters_of(
     return tuple(found)
 
 
-def _runner_up(other: Alternative, path_of: Mapping[int, str]) -> RunnerUp:
+def _runner_up(other: Alternative, leaf_of: Mapping[int, Leaf]) -> RunnerUp:
+    moved = [leaf_of[value] for value in other.moved]
     return RunnerUp(
         sharding=spec_text(other.layout),
         use=spec_text(other.copy or other.layout),
         extra_seconds=other.extra_seconds,
         changes=tuple(Change(c.what, c.axes, c.phase, c.seconds) for c in other.changes),
         extra_state_bytes=other.extra_state_bytes,
-        moved=tuple(name for name, _ in families(path_of[value] for value in other.moved)),
+        moved=tuple(leaf.path for leaf in moved),
+        moved_parameters=tuple(leaf.path for leaf in moved if leaf.kind is LeafKind.PARAMETER),
     )
 
 
 def _why_text(why: Why, others: Sequence[RunnerUp], leaf: Leaf, plan: Plan) -> str:
     match why.answer.value:
         case "compared":
-            text = "; ".join(runner_up_text(other, leaf.sharding, plan.step_seconds) for other in others)
+            text = "next best " + "; ".join(runner_up_text(other, plan.step_seconds) for other in others)
         case "leanest":
             text = "only the plan that holds the fewest bytes keeps the memory budget"
         case "only_choice" if not leaf.shape:

@@ -25,6 +25,11 @@ def families(paths: Iterable[str]) -> tuple[Family, ...]:
     return tuple(found)
 
 
+def slashed(name: str) -> str:
+    """``state.params['layer0..3']['kernel']`` as ``state/params/layer0..3/kernel``, the way constraints are written."""
+    return re.sub(r"/+", "/", re.sub(r"""[\[\]'"]|(?<!\.)\.(?!\.)""", "/", name)).strip("/")
+
+
 def family_name(paths: Iterable[str], most: int = 3) -> str:
     """One text for some paths: their families' names, at most so many of them."""
     names = [name for name, _ in families(paths)]

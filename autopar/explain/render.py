@@ -19,6 +19,7 @@ from rich.text import Text
 from autopar.explain.compare import AmountChange, Comparison
 from autopar.explain.data import LeafKind, MethodTotals, Parameter
 from autopar.explain.explanation import Explanation
+from autopar.explain.paths import slashed
 from autopar.explain.words import SAME_SHARE, array_text, axes_text, bytes_text, seconds_text, signed, source_text
 
 WIDTH = 120
@@ -94,7 +95,10 @@ def _time_table(e: Explanation) -> Table:
     if e.measured is not None:
         ratio = e.measured.step_seconds / time.step_seconds
         table.add_row(
-            f"measured (median of {e.measured.steps})", seconds_text(e.measured.step_seconds), f"×{ratio:.2f}", style="cyan"
+            f"measured (median of {e.measured.steps})",
+            seconds_text(e.measured.step_seconds),
+            f"×{ratio:.2f}",
+            style="cyan",
         )
     return table
 
@@ -106,39 +110,61 @@ def _memory_table(e: Explanation) -> Table:
         if size:
             table.add_row(kind, bytes_text(size), _share(size, memory.budget_bytes))
     over = "" if memory.fits else " (over budget)"
-    table.add_row(f"in all{over}", bytes_text(memory.total_bytes), _share(memory.total_bytes, memory.budget_bytes), style="bold")
+    table.add_row(
+        f"in all{over}", bytes_text(memory.total_bytes), _share(memory.total_bytes, memory.budget_bytes), style="bold"
+    )
     table.add_row("budget", bytes_text(memory.budget_bytes), "")
     for name, size in memory.largest[:MOST_TENANTS]:
-        table.add_row(Text(f"largest: {name}", style="dim"), bytes_text(size), _share(size, memory.budget_bytes))
+        table.add_row(
+            Text(f"largest: {slashed(name)}", style="dim"), bytes_text(size), _share(size, memory.budget_bytes)
+        )
     if e.measured is not None:
-        table.add_row("XLA's account", bytes_text(e.measured.total_bytes), _share(e.measured.total_bytes, memory.budget_bytes), style="cyan")
+        table.add_row(
+            "XLA's account",
+            bytes_text(e.measured.total_bytes),
+            _share(e.measured.total_bytes, memory.budget_bytes),
+            style="cyan",
+        )
     return table
 
 
 def _parameter_table(e: Explanation) -> Table:
-    table = _table("Parameters and optimizer state", "array · why not otherwise", "each", "at rest", "for use", "a device", left=4)
+    table = _table(
+        "Parameters and optimizer state", "array · why not otherwise", "each", "at rest", "for use", "a device", left=4
+    )
     shown = e.parameters[:MOST_PARAMETERS]
     for row in shown:
         use = "" if row.use == row.sharding or row.kind is not LeafKind.PARAMETER else row.use
-        table.add_row(_parameter_cell(row), array_text(row.shape, row.dtype), row.sharding, use, bytes_text(row.bytes_per_device))
+        table.add_row(
+            _parameter_cell(row), array_text(row.shape, row.dtype), row.sharding, use, bytes_text(row.bytes_per_device)
+        )
     rest = e.parameters[MOST_PARAMETERS:]
     if rest:
         count = sum(row.count for row in rest)
-        table.add_row(Text(f"{count} smaller arrays", style="dim"), "", "", "", bytes_text(sum(row.bytes_per_device for row in rest)))
+        table.add_row(
+            Text(f"{count} smaller arrays", style="dim"),
+            "",
+            "",
+            "",
+            bytes_text(sum(row.bytes_per_device for row in rest)),
+        )
     total = sum(row.bytes_per_device for row in e.parameters)
-    table.add_row("in all", "", "", "", bytes_text(total), style="bold")
+    table.add_row("in all", "", "", bytes_text(total), style="bold")
     return table
 
 
 def _parameter_cell(row: Parameter) -> Text:
-    cell = Text(row.path + (f"  ×{row.count}" if row.count > 1 else ""))
+    count = f" ×{row.count}" if row.count > 1 else ""
+    cell = Text.assemble(slashed(row.path), (f"  {array_text(row.shape, row.dtype)}{count}", "cyan"))
     if row.why:
         cell.append(f"\n  {row.why}", style="dim")
     return cell
 
 
 def _method_table(e: Explanation) -> Table:
-    table = _table("Against hand-made plans", "method", "mesh", "step", "compute", "communication", "memory", "time", left=2)
+    table = _table(
+        "Against hand-made plans", "method", "mesh", "step", "compute", "communication", "memory", "time", left=2
+    )
     plan = MethodTotals(
         f"▸ {e.method}", str(e.mesh), e.time.step_seconds, e.time.compute_seconds, e.time.communication_seconds,
         e.memory.total_bytes, fits=e.memory.fits,
@@ -221,13 +247,17 @@ def _remarks(e: Explanation) -> Iterator[RenderableType]:
         )
     for row in e.repeated[:5]:
         over = axes_text(row.repeated_over)
-        yield _remark("repeated", f"{row.primitive} at {source_text(row.source)} is done alike over {over}: {seconds_text(row.seconds)}")
+        yield _remark(
+            "repeated",
+            f"{row.primitive} at {source_text(row.source)} is done alike over {over}: {seconds_text(row.seconds)}",
+        )
     for row in e.undivided[:5]:
         saved = [seconds_text(row.saved_seconds)] if row.saved_seconds > SAME_SHARE * e.time.step_seconds else []
         saved += [f"{bytes_text(row.saved_bytes)} a device"] if row.saved_bytes else []
         gain = f"would save up to {' and '.join(saved)}" if saved else "would save nothing in this plan"
         yield _remark(
-            "padding", f"{row.path} dimension {row.dimension} is {row.extent}, not a multiple of {row.pieces}; padding it to {row.padded} {gain}"
+            "padding",
+            f"{slashed(row.path)} dimension {row.dimension} is {row.extent}, not a multiple of {row.pieces}; padding it to {row.padded} {gain}",
         )
     yield _remark("search", _search_text(e))
     for note in e.notes:
@@ -244,7 +274,11 @@ def _remark(label: str, text: str) -> RenderableType:
 
 def _search_text(e: Explanation) -> str:
     solver = e.solver
-    proof = "proven optimal" if solver.gap <= 1e-6 else f"within {solver.gap:.2%} of the optimum, which is all that the time limit left"
+    proof = (
+        "proven optimal"
+        if solver.gap <= 1e-6
+        else f"within {solver.gap:.2%} of the optimum, which is all that the time limit left"
+    )
     meshes = f"; meshes tried: {', '.join(solver.meshes_tried)}" if solver.meshes_tried else ""
     return (
         f"{solver.variables:,} variables, {solver.variables_after_reduction:,} after reduction, "
@@ -269,7 +303,9 @@ def comparison_view(c: Comparison) -> Iterator[RenderableType]:
         yield _layout_changes(c)
     for name, paths in (("first", c.only_first), ("second", c.only_second)):
         if paths:
-            yield Text(f"Only the {name} has {', '.join(paths[:MOST_ROWS])}{' …' if len(paths) > MOST_ROWS else ''}")
+            yield Text(
+                f"Only the {name} has {', '.join(map(slashed, paths[:MOST_ROWS]))}{' …' if len(paths) > MOST_ROWS else ''}"
+            )
 
 
 def _amounts(title: str, rows: Sequence[AmountChange], text: Any) -> Table:
@@ -285,9 +321,13 @@ def _layout_changes(c: Comparison) -> Table:
         count = f"  ×{len(row.paths)}" if len(row.paths) > 1 else ""
         first = row.first if row.first == row.first_use else f"{row.first} → {row.first_use}"
         second = row.second if row.second == row.second_use else f"{row.second} → {row.second_use}"
-        table.add_row(f"{row.path}{count}", first, second, signed(bytes_text(row.second_bytes - row.first_bytes)))
+        table.add_row(
+            f"{slashed(row.path)}{count}", first, second, signed(bytes_text(row.second_bytes - row.first_bytes))
+        )
     rest = c.layouts[MOST_PARAMETERS:]
     if rest:
         size = sum(row.second_bytes - row.first_bytes for row in rest)
-        table.add_row(f"{sum(len(row.paths) for row in rest)} more arrays", "", "", signed(bytes_text(size)), style="dim")
+        table.add_row(
+            f"{sum(len(row.paths) for row in rest)} more arrays", "", "", signed(bytes_text(size)), style="dim"
+        )
     return table

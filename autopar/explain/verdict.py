@@ -27,9 +27,13 @@ def verdict_text(plan: Plan, leaves: Sequence[Leaf], methods: Sequence[MethodTot
         f"+ {seconds_text(prediction.communication_seconds)} communication"
     )
     used = prediction.memory.total_bytes
-    memory = f"{bytes_text(used)} of {bytes_text(budget_bytes)} a device ({used / budget_bytes:.0%})"
+    memory = f"{bytes_text(used)} of {bytes_text(budget_bytes)} a device ({_percent(used / budget_bytes)})"
     sentence = f"{layout}. {time}; {memory}. {_rivals_text(plan, methods)}"
     return sentence[0].upper() + sentence[1:].rstrip()
+
+
+def _percent(share: float) -> str:
+    return "under 1%" if share < 0.01 else f"{share:.0%}"
 
 
 def _batch_text(leaves: Sequence[Leaf], plan: Plan) -> str:
@@ -39,27 +43,34 @@ def _batch_text(leaves: Sequence[Leaf], plan: Plan) -> str:
     layout = max(batch, key=lambda leaf: leaf.whole_bytes).layout
     if not layout.axes:
         return "batch whole on every device"
-    places = [f"{'batch' if d == 0 else f'batch arrays’ dimension {d}'} over {_sized(a, plan)}" for d, a in enumerate(layout.dims) if a]
+    places = [
+        f"{'batch' if d == 0 else f'batch arrays’ dimension {d}'} over {_sized(a, plan)}"
+        for d, a in enumerate(layout.dims)
+        if a
+    ]
     return " and ".join(places)
 
 
 def _kind_text(noun: str, leaves: Sequence[Leaf], plan: Plan) -> str:
     """How most of the bytes of some leaves lie."""
-    weights: Counter[tuple[Axes, bool]] = Counter()
+    weights: Counter[Axes] = Counter()
     for leaf in leaves:
-        weights[_axes_of(leaf.layout, plan), _is_gathered(leaf)] += leaf.whole_bytes
+        weights[_axes_of(leaf.layout, plan)] += leaf.whole_bytes
     total = sum(weights.values())
     if not total:
         return ""
     said = []
     covered = 0
-    for (axes, gathered), weight in weights.most_common(3):
+    for axes, weight in weights.most_common(3):
         share = "" if weight >= MOSTLY * total else f"{weight / total:.0%} "
-        said.append(f"{share}{_cut_text(axes, plan)}{', gathered for use' if gathered else ''}")
+        said.append(f"{share}{_cut_text(axes, plan)}")
         covered += weight
         if covered >= MOSTLY * total:
             break
-    return f"{noun} {', '.join(said)}"
+    gathered = sum(leaf.whole_bytes for leaf in leaves if _is_gathered(leaf))
+    cut = total - weights[()]
+    use = "" if gathered < cut / 2 or not cut else " and gathered for use" if gathered >= MOSTLY * cut else ", mostly gathered for use"
+    return f"{noun} {', '.join(said)}{use}"
 
 
 def _cut_text(axes: Axes, plan: Plan) -> str:

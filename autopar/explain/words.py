@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.explain.data import Change, RunnerUp
+from autopar.explain.paths import families, slashed
 from autopar.graph.ir import Factor, FactorKind, Operator, Value
 from autopar.plan import Axes, Strategy
 
@@ -111,17 +112,19 @@ def shapes_text(operands: Sequence[Value | None], results: Sequence[Value]) -> s
 MOST_CHANGES = 3
 
 
-def runner_up_text(other: RunnerUp, sharding: str, step_seconds: float) -> str:
-    """``P('data'): +1.20 ms (all-gather over data in the forward pass +1.50 ms, …)``."""
-    where = other.sharding if other.sharding != sharding else f"{other.sharding}, used as {other.use}"
-    if other.sharding != other.use and other.sharding != sharding:
-        where += f" gathered to {other.use} for use"
-    where += f" (with {', '.join(other.moved)})" if other.moved else ""
+def runner_up_text(other: RunnerUp, step_seconds: float) -> str:
+    """``P('data'), gathered for use +1.20 ms (all-gather over data in the forward pass +1.50 ms, …)``."""
+    where = other.sharding
+    if other.use != other.sharding:
+        where += " at rest, " + ("gathered" if other.use == "P()" else f"{other.use}") + " for use"
+    if other.moved_parameters:
+        kinds = families(other.moved_parameters)
+        names = slashed(kinds[0][0]) if len(kinds) == 1 else f"{len(other.moved_parameters)} other parameters"
+        where += f", together with {names}"
     if abs(other.extra_seconds) < SAME_SHARE * step_seconds:
-        return f"{where} costs the same"
-    text = f"{where} {signed(seconds_text(other.extra_seconds))}"
-    changes = main_changes(other.changes)
-    return f"{text}: {', '.join(map(change_text, changes))}" if changes else text
+        return f"{where}: costs the same"
+    changes = ", ".join(map(change_text, main_changes(other.changes)))
+    return f"{where}: {signed(seconds_text(other.extra_seconds))} a step" + (f" ({changes})" if changes else "")
 
 
 def main_changes(changes: Sequence[Change]) -> list[Change]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from autopar.cost_model.predict import RunCost, run_costs
 from autopar.explain.data import CollectiveGroup, Communication, OperatorUse
-from autopar.explain.paths import family_name
+from autopar.explain.paths import family_name, slashed
 from autopar.explain.words import array_text, equation_text, shapes_text, strategy_text
 from autopar.graph.fusion import Fusion
 from autopar.graph.ir import FactorKind
@@ -82,7 +82,9 @@ def communication_of(prediction: Prediction) -> tuple[Communication, ...]:
     for use in prediction.collectives:
         alike[use.kind, use.axes].append(use)
     rows = [
-        Communication(kind, axes, sum(u.count for u in uses), sum(u.wire_bytes for u in uses), sum(u.seconds for u in uses))
+        Communication(
+            kind, axes, sum(u.count for u in uses), sum(u.wire_bytes for u in uses), sum(u.seconds for u in uses)
+        )
         for (kind, axes), uses in alike.items()
     ]
     return tuple(sorted(rows, key=lambda row: (-row.seconds, row.kind, row.axes)))
@@ -117,5 +119,5 @@ def _arrays_text(uses: list[CollectiveUse], program: SpmdProgram, names: Mapping
     inputs = list(dict.fromkeys(names[use.value] for use in uses if use.value in names))
     values = [program.values[use.value] for use in uses if use.value not in names]
     shapes = list(dict.fromkeys(array_text(value.shape, value.dtype) for value in values))
-    parts = ([family_name(inputs, most=2)] if inputs else []) + shapes[:2]
+    parts = ([slashed(family_name(inputs, most=2))] if inputs else []) + shapes[:2]
     return ", ".join(parts) + (f" and {len(shapes) - 2} more shapes" if len(shapes) > 2 else "")

@@ -126,7 +126,9 @@ def _roots(graph: Graph, own: set[int], consumers: dict[int, list[Operator]]) ->
             reached = [roots[consumer.id] for value in operator.results for consumer in consumers[value]]
             # Cheap work is computed again in every kernel that needs it; a handful is enough to price it.
             merged = frozenset().union(*reached) if reached else frozenset((operator.id,))
-            roots[operator.id] = merged if len(merged) <= KERNELS_FOLLOWED else frozenset(sorted(merged)[-KERNELS_FOLLOWED:])
+            roots[operator.id] = (
+                merged if len(merged) <= KERNELS_FOLLOWED else frozenset(sorted(merged)[-KERNELS_FOLLOWED:])
+            )
     return roots
 
 

@@ -44,7 +44,15 @@ def merge_alike(problem: Problem, demands: Mapping[int, Hashable]) -> Quotient:
     colours = [hash(_first_colour(node, demands.get(index))) for index, node in enumerate(problem.nodes)]
     touching: list[list[tuple[int, int]]] = [[] for _ in problem.nodes]
     for edge in problem.edges:
-        look = (edge.combined, edge.source.port, edge.source.position, edge.target.port, edge.target.position, edge.shape, edge.weight)
+        look = (
+            edge.combined,
+            edge.source.port,
+            edge.source.position,
+            edge.target.port,
+            edge.target.position,
+            edge.shape,
+            edge.weight,
+        )
         code = hash(tuple(part.value if isinstance(part, Port) else part for part in look))
         touching[edge.source.node].append((code, edge.target.node))
         touching[edge.target.node].append((~code, edge.source.node))

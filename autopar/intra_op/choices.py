@@ -27,7 +27,7 @@ from autopar.errors import PlanError
 from autopar.graph.ir import FactorKind, Rule
 from autopar.intra_op.alike import ClassEdge, Quotient
 from autopar.intra_op.problem import End, OperatorNode, Port, Problem, ValueNode
-from autopar.plan import Axes, Layout, Strategy
+from autopar.plan import Layout, Strategy
 from autopar.schedule.reshard import layouts_of, local_shape, replicated, shares
 
 TIE_BREAK_SECONDS_PER_BYTE = 1e-18
@@ -106,9 +106,7 @@ def _strategies(rule: Rule, mesh: Mesh, may_pass: bool) -> tuple[Strategy, ...]:
             tuple(name for name, place in zip(mesh.axis_names, choice, strict=True) if place == factor)
             for factor in range(len(rule.factors))
         )
-        if all(
-            rule.factors[number].size % mesh.axis_size(*axes) == 0 for number, axes in enumerate(factors) if axes
-        ):
+        if all(rule.factors[number].size % mesh.axis_size(*axes) == 0 for number, axes in enumerate(factors) if axes):
             passing = tuple(name for name, place in zip(mesh.axis_names, choice, strict=True) if place == -2)
             found.append(Strategy(factors, passing))
     return tuple(found)
@@ -116,12 +114,7 @@ def _strategies(rule: Rule, mesh: Mesh, may_pass: bool) -> tuple[Strategy, ...]:
 
 def cuttable_factors(rule: Rule) -> list[int]:
     """Factors that may be cut: not blocked, and major in every dimension that carries them."""
-    minor = {
-        factor
-        for mapping in (*rule.operands, *rule.results)
-        for factors in mapping
-        for factor in factors[1:]
-    }
+    minor = {factor for mapping in (*rule.operands, *rule.results) for factors in mapping for factor in factors[1:]}
     return [
         number
         for number, factor in enumerate(rule.factors)
@@ -188,4 +181,3 @@ def _layouts_at(problem: Problem, quotient: Quotient, choices: Choices, end: End
             read = option.operand if end.port is Port.OPERAND else option.result
             layouts.append(read(rule, end.position, choices.mesh))
     return layouts
-

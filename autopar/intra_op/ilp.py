@@ -119,7 +119,8 @@ def _is_integral(values: np.ndarray) -> bool:
 def _solution(model: Model, answer: Answer, starts: list[int], scale: float) -> Solution:
     assert answer.values is not None
     options = tuple(
-        int(np.argmax(answer.values[start : start + len(costs)])) for start, costs in zip(starts, model.nodes, strict=True)
+        int(np.argmax(answer.values[start : start + len(costs)]))
+        for start, costs in zip(starts, model.nodes, strict=True)
     )
     cost = model.cost(options)
     return Solution(options, cost, min(cost, answer.bound * scale))

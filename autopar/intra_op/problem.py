@@ -133,9 +133,9 @@ def linear_values(graph: Graph) -> set[int]:
     producer = {result: operator for operator in graph.operators for result in operator.results}
     sums: set[int] = set()
     for operator in graph.operators:
-        if any(factor.kind.leaves_sum for factor in operator.rule.factors):
-            sums.update(operator.results)
-        elif operator.linear and all(operand in sums for operand in operator.operands if operand is not None):
+        if any(factor.kind.leaves_sum for factor in operator.rule.factors) or (
+            operator.linear and all(operand in sums for operand in operator.operands if operand is not None)
+        ):
             sums.update(operator.results)
     found: set[int] = set()
     for operator in graph.operators:
@@ -204,7 +204,9 @@ class _ProblemBuilder:
                 self._operators.append((operator, trips))
                 for position, operand in enumerate(operator.operands):
                     if operand is not None:
-                        self._needs[operand].append(_Need(operator.phase, trips, operator=operator.id, position=position))
+                        self._needs[operand].append(
+                            _Need(operator.phase, trips, operator=operator.id, position=position)
+                        )
 
     def _follow(self, operator: Operator, alone: set[int], trips: int) -> None:
         """An elementwise operator: its results share one node, and so do the operands that are free to."""

@@ -87,15 +87,13 @@ class _Reducer:
             pending = changed - self._dead
         core = tuple(i for i in range(len(self._costs)) if i not in self._dead)
         position = {node: number for number, node in enumerate(core)}
-        edges = {
-            (position[i], position[j]): matrix
-            for i in core
-            for j, matrix in self._around[i].items()
-            if i < j
-        }
+        edges = {(position[i], position[j]): matrix for i in core for j, matrix in self._around[i].items() if i < j}
         rows = [self._row(row, position) for row in self._original.memory]
         return Reduced(
-            core, tuple(self._left[i] for i in core), Model([self._costs[i] for i in core], edges, rows), tuple(self._gone)
+            core,
+            tuple(self._left[i] for i in core),
+            Model([self._costs[i] for i in core], edges, rows),
+            tuple(self._gone),
         )
 
     def _row(self, row: MemoryRow, position: dict[int, int]) -> MemoryRow:

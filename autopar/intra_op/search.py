@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.cluster import Cluster, Mesh
-from autopar.cost_model.memory import live_bytes_rows, predict_memory
+from autopar.cost_model.memory import predict_memory
 from autopar.cost_model.predict import predict
 from autopar.errors import PlanError
 from autopar.graph.ir import Graph
+from autopar.graph.moments import critical_moments
 from autopar.intra_op.alike import Quotient, merge_alike
 from autopar.intra_op.choices import Choices, choices_on
 from autopar.intra_op.extract import stage_of
@@ -216,8 +217,7 @@ def _byte_model(model: Model, rows: Sequence[MemoryRow]) -> Model:
 
 def _memory_rows(task: Task, problem: Problem, quotient: Quotient, choices: Choices) -> list[MemoryRow]:
     """One row per critical moment: bytes of the live values of each class, by layout; copies only where they differ."""
-    platform = task.cluster.device.platform.value
-    moments = live_bytes_rows(task.graph, problem.fusion, task.state_pairs, task.donated, platform)
+    moments = critical_moments(task.graph, problem.fusion, task.state_pairs, task.donated)
     fractions = [_fractions(problem, quotient, choices, number) for number in range(len(quotient.members))]
     rows = []
     for moment in moments:

@@ -35,7 +35,10 @@ MAX_QUESTIONS = 12
 """So many groups are asked about, the heaviest first."""
 
 SAME_SHARE = 1e-3
-"""Two plans within this share of the step's seconds cost the same."""
+"""Two plans within this share of the step's seconds cost the same; an answer must be proven as closely."""
+
+MOST_TIME_SHARE = 1 / 4
+"""No question may take more than this share of the time."""
 
 
 class Answer(Enum):
@@ -95,12 +98,16 @@ class Why:
 
 @dataclass(frozen=True)
 class Question:
-    """The program and the plan that are asked about; ``state_pairs`` as in :class:`autopar.intra_op.search.Task`."""
+    """The plan that is asked about; ``state_pairs`` as in :class:`autopar.intra_op.search.Task`."""
 
     found: Found
-    graph: Graph
     state_pairs: tuple[tuple[int, int], ...]
     cluster: Cluster
+
+    @property
+    def graph(self) -> Graph:
+        """The program that the plan was found for."""
+        return self.found.program.graph
 
 
 def why(question: Question, groups: Sequence[Sequence[int]], *, time_limit_seconds: float) -> tuple[Why, ...]:
@@ -109,7 +116,7 @@ def why(question: Question, groups: Sequence[Sequence[int]], *, time_limit_secon
     Groups beyond ``MAX_QUESTIONS`` or the time limit are answered with ``NO_TIME``; groups that stand for the same
     variables are solved once.
     """
-    asked = _Asked(question, time.monotonic() + time_limit_seconds)
+    asked = _Asked(question, time_limit_seconds)
     return tuple(asked.answer(tuple(group)) for group in groups)
 
 
@@ -125,9 +132,10 @@ def forbid(model: Model, banned: dict[int, Sequence[int]]) -> Model:
 class _Asked:
     """Owns the clock, what was answered, and the price list of the chosen plan."""
 
-    def __init__(self, question: Question, deadline: float) -> None:
+    def __init__(self, question: Question, time_limit_seconds: float) -> None:
         self._question = question
-        self._deadline = deadline
+        self._deadline = time.monotonic() + time_limit_seconds
+        self._slice_seconds = MOST_TIME_SHARE * time_limit_seconds
         self._known: dict[frozenset[int], Why] = {}
         self._prices = _prices(question.found.program, question)
         self._unlimited: tuple[Stage, float] | None = None
@@ -158,8 +166,7 @@ class _Asked:
         chosen = {number: [found.options[number]] for number in classes}
         solution = self._solve(forbid(found.model, chosen))
         if solution is None:
-            late = time.monotonic() > self._deadline
-            return self._limited(Why(group, Answer.NO_TIME if late else Answer.ONLY_CHOICE))
+            return self._limited(Why(group, Answer.NO_TIME))
         alternatives = [self._alternative(group, solution)]
         home = found.stage.homes[group[0]]
         pieces = shares(home, found.choices.mesh)
@@ -186,15 +193,16 @@ class _Asked:
         return replace(answer, unlimited=layout, unlimited_gain_seconds=gain)
 
     def _solve(self, model: Model) -> Solution | None:
-        left = self._deadline - time.monotonic()
+        """The optimum, or None: there is no solution, or none was proven best in time."""
+        left = min(self._deadline - time.monotonic(), self._slice_seconds)
         if left <= 0:
             return None
         try:
             solution = solve(model, time_limit_seconds=left)
         except PlanError:
-            # No solution in the time that was left.
             return None
-        return solution if solution is not None and np.isfinite(solution.cost) else None
+        proven = solution is not None and np.isfinite(solution.cost) and solution.gap <= SAME_SHARE
+        return solution if proven else None
 
     def _stage(self, solution: Solution) -> Stage:
         found = self._question.found
@@ -210,7 +218,11 @@ class _Asked:
         changes = [CostChange(*key, seconds) for key, seconds in differences.items() if seconds]
         changes.sort(key=lambda change: (-abs(change.seconds), change.what, change.axes, change.phase))
         mine = set(group)
-        moved = tuple(v for v in question.graph.inputs if v not in mine and stage.homes.get(v) != question.found.stage.homes.get(v))
+        moved = tuple(
+            v
+            for v in question.graph.inputs
+            if v not in mine and stage.homes.get(v) != question.found.stage.homes.get(v)
+        )
         return Alternative(
             layout=stage.homes[group[0]],
             copy=stage.copies.get(group[0]),
@@ -239,5 +251,7 @@ def _priced(program: SpmdProgram, question: Question) -> Iterator[tuple[tuple[st
 
 def _input_bytes(program: SpmdProgram) -> int:
     """Bytes of the inputs on one device."""
-    sizes = ((program.values[buffer.value].size_bytes, shares(buffer.layout, program.mesh)) for buffer in program.inputs)
+    sizes = (
+        (program.values[buffer.value].size_bytes, shares(buffer.layout, program.mesh)) for buffer in program.inputs
+    )
     return sum(size // pieces for size, pieces in sizes)

@@ -43,7 +43,9 @@ def partition_spec(layout: Layout) -> PartitionSpec:
 class Executor:
     """Owns one executable, and remembers how long its steps took."""
 
-    def __init__(self, program: SpmdProgram, avals: Sequence[Any], donated: frozenset[int], devices: Sequence[Any]) -> None:
+    def __init__(
+        self, program: SpmdProgram, avals: Sequence[Any], donated: frozenset[int], devices: Sequence[Any]
+    ) -> None:
         mesh = device_mesh(program.mesh, devices)
         specs = tuple(partition_spec(buffer.layout) for buffer in program.inputs)
         out_specs = tuple(

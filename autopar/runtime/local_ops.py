@@ -245,7 +245,7 @@ def _gather(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.Ar
         index, last = _column(indices, number), piece.shape[dim] - slice_sizes[dim]
         if params["mode"] != _MODE.FILL_OR_DROP:
             index = _clamp_index(index, last)
-        index = _signed(index)
+        index = index.astype(jnp.int32 if max(piece.shape) < 2**31 else jnp.int64)  # as JAX does before it fills
         if piece.kinds[dim] is FactorKind.LOOKUP:
             outside |= (index < 0) | (index > last)
             index = index - piece_start(piece.layout.dims[dim], piece.local_shape[dim]).astype(index.dtype)
@@ -261,19 +261,9 @@ def _gather(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.Ar
 
     absent = jnp.zeros_like(rows)
     if params["mode"] == _MODE.FILL_OR_DROP:
-        fill = jnp.full_like(rows, _fill_value(rows.dtype, params["fill_value"]))
+        fill = jnp.full_like(rows, params["fill_value"])
         absent = jnp.where(over_rows(outside & is_first(lookup_axes)), fill, absent)
     return [jnp.where(over_rows(held), rows, absent)]
-
-
-def _fill_value(dtype: Any, given: Any) -> Any:
-    """What an out-of-bounds row is filled with; by default NaN, or the integer that is least likely to be meant."""
-    if given is not None:
-        return given
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return np.nan
-    limits = jnp.iinfo(dtype)
-    return limits.min if jnp.issubdtype(dtype, jnp.signedinteger) else limits.max
 
 
 def _scatter(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.Array]:

@@ -184,8 +184,6 @@ def _piece(
 ) -> Piece:
     axes_of_dims: list[Axes] = []
     kinds: list[FactorKind | None] = []
-    if len(shape) != len(dims):
-        raise LocalError(f"the rule has {len(dims)} dimensions for an array of shape {shape}")
     for extent, factors in zip(shape, dims, strict=True):
         major = _major(factors, rule)
         axes = strategy[major] if major is not None else ()

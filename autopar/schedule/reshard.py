@@ -4,7 +4,7 @@ Layouts are the nodes of a small graph; its arcs are the elementary changes of :
 bytes that one device puts on the wire in a ring algorithm, as a share of the whole array (``p`` is the product of the
 sizes of the axes that the arc acts on, ``s`` the share of the array that one device holds before it)
 
-    slice, mask 0    all-gather s·(p−1)      all-reduce 2·s·(p−1)/p      reduce-scatter s·(p−1)/p      all-to-all s·(p−1)/p
+    slice, mask 0     all-gather s·(p−1)     all-reduce 2·s·(p−1)/p     reduce-scatter, all-to-all s·(p−1)/p
 
 plus a small constant per arc, so that of two ways with equal bytes the one with fewer collectives wins.  A reshard is a
 shortest path (Dijkstra, 1959), which is the same for every array with the same rank and the same divisible dimensions,
@@ -76,9 +76,7 @@ def local_shape(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[int
 
 def divides(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> bool:
     """Whether every cut dimension is a multiple of its number of pieces."""
-    return all(
-        extent % mesh.axis_size(*axes) == 0 for extent, axes in zip(shape, layout.dims, strict=True) if axes
-    )
+    return all(extent % mesh.axis_size(*axes) == 0 for extent, axes in zip(shape, layout.dims, strict=True) if axes)
 
 
 def replicated(rank: int) -> Layout:
@@ -155,9 +153,7 @@ def _paths_from(cuttable: tuple[tuple[bool, ...], ...], source: Layout, mesh: Me
     return paths
 
 
-def _arcs(
-    layout: Layout, cuttable: tuple[tuple[bool, ...], ...], mesh: Mesh
-) -> Iterator[tuple[Move, Layout, float]]:
+def _arcs(layout: Layout, cuttable: tuple[tuple[bool, ...], ...], mesh: Mesh) -> Iterator[tuple[Move, Layout, float]]:
     """All elementary changes that are possible from ``layout``, with their results and weights."""
     share = 1.0 / shares(layout, mesh)
     order = {name: position for position, name in enumerate(mesh.axis_names)}

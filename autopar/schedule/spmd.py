@@ -34,7 +34,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Reshard:
-    """Make ``target`` out of ``source``; ``cause`` is the operator that wants it or made it (None: the program's end)."""
+    """Make ``target`` out of ``source``; ``cause`` is the operator that wants or made it (None: the program's end)."""
 
     source: Buffer
     target: Buffer
@@ -139,9 +139,7 @@ class _Lowering:
             None if value is None else level.obtain(value, layout, operator)
             for value, layout in zip(operator.operands, operand_layouts, strict=True)
         )
-        bodies = tuple(
-            self.level(body, wanted) for body, wanted in zip(operator.bodies, body_outputs, strict=True)
-        )
+        bodies = tuple(self.level(body, wanted) for body, wanted in zip(operator.bodies, body_outputs, strict=True))
         results = tuple(Buffer(v, layout) for v, layout in zip(operator.results, result_layouts, strict=True))
         level.record(Run(operator, Strategy(()), operands, results, bodies))
 

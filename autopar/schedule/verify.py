@@ -73,7 +73,9 @@ def _verify_layout(buffer: Buffer, program: SpmdProgram) -> None:
 def _fits(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> bool:
     used = [axis for axes in (*layout.dims, layout.partial) for axis in axes]
     known = len(set(used)) == len(used) and set(used) <= set(mesh.axis_names)
-    return known and all(_ordered(axes, mesh) for axes in (*layout.dims, layout.partial)) and divides(shape, layout, mesh)
+    return (
+        known and all(_ordered(axes, mesh) for axes in (*layout.dims, layout.partial)) and divides(shape, layout, mesh)
+    )
 
 
 def _ordered(axes: Axes, mesh: Mesh) -> bool:
@@ -130,7 +132,9 @@ def _verify_run(step: Run, program: SpmdProgram) -> None:
     rule, strategy = operator.rule, step.strategy
     _verify_strategy(name, rule, strategy, program.mesh)
     _demand(not strategy.passing or operator.linear, f"{name}: passes partial sums, but is not linear")
-    summed = {axis for axes, f in zip(strategy.factors, rule.factors, strict=True) if f.kind.leaves_sum for axis in axes}
+    summed = {
+        axis for axes, f in zip(strategy.factors, rule.factors, strict=True) if f.kind.leaves_sum for axis in axes
+    }
     left = _in_order(summed | set(strategy.passing), program.mesh)
     for k, buffer in enumerate(step.operands):
         if buffer is not None:
