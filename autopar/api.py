@@ -121,8 +121,8 @@ class Parallelized:
         """Run by this plan from now on; it is held against the function at the next call."""
         if plan.jax_version != jax.__version__:
             raise PlanError(
-                f"the plan was made with jax {plan.jax_version} and this is jax {jax.__version__}, whose programs differ; "
-                "plan again with this version"
+                f"the plan was made with jax {plan.jax_version} and this is jax {jax.__version__}, whose "
+                "programs differ; plan again with this version"
             )
         self._in_use = plan
         self._compiled.clear()

@@ -3,8 +3,8 @@
     python benchmarks/intra_op.py [--models gpt …] [--size bench] [--clock]
 
 Two clusters: this machine (1 × 8), and the same devices as 2 hosts × 4 with a network ten times slower than the local
-link.  Step seconds "by HLO" are what the reader of compiled programs says (roofline of every instruction and α-β of every
-collective that XLA really emitted), not the planner's own prediction, which stands beside it.  ``--clock`` also runs
+link.  Step seconds "by HLO" are what the reader of compiled programs says (roofline of every instruction and α-β of
+every collective that XLA really emitted), not the planner's own prediction, which stands beside it.  ``--clock`` also runs
 the steps on this machine, all methods of a model in turn, and prints the median.  The last lines give, per model and
 cluster, ``auto`` over the best hand-made method that fits.
 """

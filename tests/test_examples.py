@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from benchmarks.models import FAMILIES, Size, build
+from benchmarks.models import FAMILIES, Size, build, llama_nnx
 from examples.gpt import data, generate, model, train
 from examples.gpt.checkpoint import Checkpoints
 
@@ -72,8 +73,8 @@ def test_published_sizes_have_the_parameters_of_their_names() -> None:
     unit = {"M": 1e6, "B": 1e9}
     for name, count in counts.items():
         assert count == pytest.approx(float(name[:-1]) * unit[name[-1]], rel=0.08), name
-    llama = build("llama_nnx", "8B").abstract_state()
-    params = jax.tree.leaves(llama[0])
+    llama = nnx.eval_shape(lambda: llama_nnx.Llama(llama_nnx.CONFIGS["8B"], jnp.float32, nnx.Rngs(0)))
+    params = jax.tree.leaves(nnx.state(llama, nnx.Param))
     assert sum(math.prod(leaf.shape) for leaf in params) == 8_030_261_248  # the model card's 8.03 B
 
 
@@ -82,6 +83,15 @@ def test_a_name_that_is_not_there_is_refused_with_those_that_are() -> None:
         build("bert")
     with pytest.raises(KeyError, match=r"1\.3B"):
         build("gpt", "1.4B")
+
+
+def _random_params(config: model.GPTConfig) -> Any:
+    """Parameters of the right shapes, by NumPy: nothing to compile."""
+    random = np.random.default_rng(0)
+    shapes = jax.eval_shape(model.GPT(config).init, jax.random.key(0), jnp.zeros((1, config.sequence), jnp.int32))
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(0.3 * random.standard_normal(leaf.shape), leaf.dtype), shapes["params"]
+    )
 
 
 def _stacked(params: dict[str, Any], layers: int) -> dict[str, Any]:
@@ -98,8 +108,8 @@ def test_scanned_layers_mean_what_unrolled_ones_do(remat: bool, tie_embeddings: 
     with jax.enable_x64(True):
         config = dataclasses.replace(TINY, dtype=jnp.float64, param_dtype=jnp.float64, tie_embeddings=tie_embeddings)
         scanned = model.GPT(dataclasses.replace(config, scan_layers=True, remat=remat))
-        tokens = jax.random.randint(jax.random.key(1), (2, config.sequence), 0, config.vocab_size)
-        params = jax.jit(model.GPT(config).init)(jax.random.key(0), tokens)["params"]
+        tokens = np.random.default_rng(1).integers(0, config.vocab_size, (2, config.sequence), dtype=np.int32)
+        params = _random_params(config)
 
         def loss(module: model.GPT, params: Any) -> jax.Array:
             return model.cross_entropy(module.apply({"params": params}, tokens), tokens)
@@ -119,7 +129,7 @@ def test_no_position_sees_those_after_it() -> None:
     module = model.GPT(TINY)
     apply = jax.jit(module.apply)
     tokens = jnp.arange(TINY.sequence)[None]
-    params = jax.jit(module.init)(jax.random.key(0), tokens)
+    params = {"params": _random_params(TINY)}
     before, after = apply(params, tokens), apply(params, tokens.at[0, 5].add(1))
     np.testing.assert_array_equal(before[:, :5], after[:, :5])
     assert float(jnp.abs(before[:, 5:] - after[:, 5:]).max(axis=-1).min()) > 1e-6
@@ -127,7 +137,12 @@ def test_no_position_sees_those_after_it() -> None:
 
 def test_dropout_masks_change_with_the_step_and_not_with_the_call() -> None:
     config = dataclasses.replace(TINY, dropout=0.3)
-    state = jax.jit(partial(model.create_state, jax.random.key(0), config, model.OptimizerConfig()))()
+    state = model.TrainState.create(
+        apply_fn=model.GPT(config).apply,
+        params=_random_params(config),
+        tx=model.make_optimizer(model.OptimizerConfig()),
+        dropout_key=jax.random.key(0),
+    )
     batch = {"tokens": jnp.ones((2, 8), jnp.int32), "targets": jnp.zeros((2, 8), jnp.int32)}
     step = jax.jit(model.train_step)
     losses = [float(step(state.replace(step=jnp.int32(number)), batch)[1]["loss"]) for number in (3, 3, 4)]
@@ -232,37 +247,42 @@ def _settings(tmp_path: Path, **changes: Any) -> train.Settings:
     return dataclasses.replace(small, **changes)
 
 
-def _session(settings: train.Settings, stream: data.Tokens, checkpoints: Checkpoints) -> train.Session:
-    batches = data.BatchIterator(stream, settings.batch_size, settings.gpt_config().sequence)
-    console = Console(file=io.StringIO())
-    return train.Session(settings, console, train.make_step(settings.method), batches, checkpoints)
+@dataclasses.dataclass(frozen=True)
+class _Runs:
+    """Runs that share one compiled step and one compiled initialiser, each with a folder of its own."""
 
+    stream: data.Tokens
+    step: train.Step
+    init_fn: Any
 
-def _train(settings: train.Settings, stream: data.Tokens, interrupt_after: int | None) -> tuple[dict[int, float], bool]:
-    """One run (or its resumption); the losses of its steps and whether it came to its end."""
-    losses: dict[int, float] = {}
+    def __call__(self, settings: train.Settings, interrupt_after: int | None) -> tuple[dict[int, float], bool]:
+        """A run, or its resumption; the losses of its steps, and whether it came to its end."""
+        losses: dict[int, float] = {}
 
-    def on_step(number: int, loss: float) -> None:
-        losses[number] = loss
-        if number == interrupt_after:
-            signal.raise_signal(signal.SIGINT)
+        def on_step(number: int, loss: float) -> None:
+            losses[number] = loss
+            if number == interrupt_after:
+                signal.raise_signal(signal.SIGINT)
 
-    init_fn = partial(model.create_state, jax.random.key(0), settings.gpt_config(), settings.optimizer_config())
-    with Checkpoints(settings.run_dir / "checkpoints") as checkpoints:
-        session = _session(settings, stream, checkpoints)
-        state = session.resume(session.step.init(init_fn, session.batches.shapes()))
-        _, complete = train.train(session, state, on_step)
-    return losses, complete
+        batches = data.BatchIterator(self.stream, settings.batch_size, settings.gpt_config().sequence)
+        with Checkpoints(settings.run_dir / "checkpoints") as checkpoints:
+            session = train.Session(settings, Console(file=io.StringIO()), self.step, batches, checkpoints)
+            state = session.resume(self.step.init(self.init_fn, batches.shapes()))
+            _, complete = train.train(session, state, on_step)
+        return losses, complete
 
 
 def test_an_interrupted_run_resumes_to_the_very_same_losses(tmp_path: Path, dataset: data.Dataset) -> None:
-    whole, complete = _train(_settings(tmp_path / "whole"), dataset.train, None)
+    settings = _settings(tmp_path)
+    init_fn = partial(model.create_state, jax.random.key(0), settings.gpt_config(), settings.optimizer_config())
+    runs = _Runs(dataset.train, train.make_step(train.NO_PLAN), init_fn)
+
+    whole, complete = runs(dataclasses.replace(settings, run_dir=tmp_path / "whole"), None)
     assert complete and list(whole) == list(range(1, 9))
 
-    settings = _settings(tmp_path / "halves")
-    first, complete = _train(settings, dataset.train, interrupt_after=3)
+    first, complete = runs(settings, 3)
     assert not complete and list(first) == [1, 2, 3]
-    second, complete = _train(settings, dataset.train, None)
+    second, complete = runs(settings, None)
     assert complete and list(second) == [4, 5, 6, 7, 8]
     assert {**first, **second} == whole
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -279,9 +299,11 @@ def test_a_second_interrupt_is_an_ordinary_one() -> None:
 def test_the_script_trains_then_finds_nothing_left_and_refuses_another_model(tmp_path: Path) -> None:
     settings = _settings(tmp_path, steps=2)
     texts = []
-    for _ in range(2):
+    for sample_tokens in (3, 0):
         output = io.StringIO()
-        assert train.run(settings, Console(file=output, width=200)) == 0
+        assert (
+            train.run(dataclasses.replace(settings, sample_tokens=sample_tokens), Console(file=output, width=200)) == 0
+        )
         texts.append(output.getvalue())
     assert "step     2   loss" in texts[0] and "resumed" not in texts[0]
     assert "resumed after step 2, 8 examples into the data" in texts[1] and "step     2" not in texts[1]

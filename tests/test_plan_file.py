@@ -201,6 +201,8 @@ def test_several_stages(tmp_path: Path) -> None:
         PlanError, match=r"no axis 'data' in mesh extra=4, used at \$\.plan\.stages\[1\]\.homes\[0\]\[1\]"
     ):
         crossed.save(tmp_path / "plan.json")
+    with pytest.raises(PlanError, match=r"extra=4 has 4 devices, and \$\.plan\.num_devices is 3"):
+        dataclasses.replace(plan, stages=plan.stages[::-1], num_devices=3).save(tmp_path / "plan.json")
 
 
 def test_plan_of_a_real_program(tmp_path: Path) -> None:
@@ -265,7 +267,10 @@ def test_summary() -> None:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (make_plan(Stage(MESH, {0: Layout((("modle",),))}, {}, {})), r"no axis 'modle'"),
+        (
+            make_plan(Stage(MESH, dict.fromkeys(range(3), Layout((("modle",),))), {}, {})),
+            r"no axis 'modle' in mesh data=2 × model=4, used at \$\.plan\.stages\[0\]\.homes\[0\]\[1\];",
+        ),
         (make_plan(TOY.stages[0], in_paths=("batch",)), r"2 layouts for 1 paths"),
         (make_plan(TOY.stages[0], stages=()), r"\$\.plan\.stages"),
         (make_plan(TOY.stages[0], num_microbatches=0), r"\$\.plan\.num_microbatches"),
@@ -293,6 +298,11 @@ def test_writing_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = tmp_path / "plan.json"
     TOY.save(path)
     before = path.read_bytes()
+    with path.open("rb") as reader:
+        dataclasses.replace(TOY, method="zero3").save(path)
+        assert reader.read() == before, "who has the old file open reads on in the old file"
+    before = path.read_bytes()
+    assert b"zero3" in before
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")

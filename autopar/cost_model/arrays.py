@@ -78,6 +78,7 @@ class Node:
     source: Operator | None
     elementwise: bool = False
     unary: bool = True
+    widens: bool = False
     taken_in: bool = False
     inner: Arrays | None = None
     """The body of a loop."""
@@ -251,13 +252,33 @@ class _Builder:
     def _plain(self, step: Run, inputs: tuple[int, ...]) -> None:
         operator = step.operator
         form = self._form(operator)
+        elementwise = operator.primitive in FUSIBLE and operator.primitive not in ELEMENTWISE_EXCEPTIONS
+        if elementwise:
+            inputs = tuple(self._widened(buffer, step.results[0]) for buffer in step.operands if buffer is not None)
         number, fresh = self._computed(form, inputs, step)
         if not fresh:
             return
         node = self.arrays.nodes[number]
-        node.elementwise = operator.primitive in FUSIBLE and operator.primitive not in ELEMENTWISE_EXCEPTIONS
-        node.unary = sum(self.arrays.nodes[i].size_bytes >= node.size_bytes for i in set(inputs)) <= 1
+        node.elementwise = elementwise
+        given = [self.arrays.nodes[i] for i in set(inputs)]
+        large = [other.size_bytes for other in given if not other.widens and other.size_bytes >= node.size_bytes]
+        node.unary = len(large) <= 1 or sum(other.size_bytes for other in given) <= node.size_bytes
+        node.widens = operator.primitive in ("broadcast_in_dim", "iota")
         node.taken_in = operator.primitive in TAKEN_IN_BY_REDUCTIONS
+
+    def _widened(self, operand: Buffer, result: Buffer) -> int:
+        """An operand of elementwise work in the shape of the result: dimensions of size one are broadcast first."""
+        node, shape = self.at[operand], self._shape(result)
+        if not self._shape(operand) or self._shape(operand) == shape:
+            return node
+        return self._once((node, shape), lambda: self._broadcast(node, math.prod(shape)))
+
+    def _broadcast(self, narrow: int, count: int) -> int:
+        old = self.arrays.nodes[narrow]
+        size = self._program.values[old.value].itemsize_bytes * count
+        number = self._add(Form.CHEAP, (narrow,), size, old.tenant, old.value, old.source)
+        self.arrays.nodes[number].taken_in = self.arrays.nodes[number].widens = True
+        return number
 
     def _dot(self, step: Run) -> None:
         operator = step.operator

@@ -26,6 +26,7 @@ from autopar.schedule.spmd import SpmdProgram
 REAL_BUFFERS = frozenset((Form.KERNEL, Form.IN_PLACE, Form.LOOP))
 FUSED = frozenset((Form.CHEAP, Form.COSTLY))
 LODGERS = 4096
+SWALLOWED = "swallowed"
 
 
 @dataclass(slots=True)
@@ -55,9 +56,10 @@ def _kernels(arrays: Arrays, reductions_read_memory: bool) -> Kernels:
             owner[number] = number
             seen[number] = equal[number] = view[number] = frozenset((number,))
             continue
-        if not real[number] and node.form is not Form.RENAME:
+        if real[number] in (None, False, SWALLOWED) and node.form is not Form.RENAME:
             if node.inputs and real[number] is not None:
-                seen[number] = frozenset().union(*[seen[i] for i in node.inputs])
+                given = view if real[number] is SWALLOWED else seen
+                seen[number] = frozenset().union(*[given[i] for i in node.inputs])
                 equal[number] = _equal(node, seen, equal)
                 view[number] = seen[number]
             continue
@@ -71,7 +73,7 @@ def _kernels(arrays: Arrays, reductions_read_memory: bool) -> Kernels:
             continue
         owner[number] = number
         own = frozenset((number,))
-        inner = seen if node.form in FUSED or node.form is Form.REDUCE else view
+        inner = seen if node.form in FUSED or (node.form is Form.REDUCE and not reductions_read_memory) else view
         reads[number] = frozenset().union(*[inner[i] for i in node.inputs])
         view[number] = own
         if node.form in FUSED:
@@ -92,10 +94,11 @@ def _equal(node: Node, seen: list[frozenset[int]], equal: list[frozenset[int]]) 
     return frozenset().union(*[equal[i] for i in node.inputs]) - moved
 
 
-def _with_buffers(arrays: Arrays, reductions_read_memory: bool) -> list[bool | None]:
+def _with_buffers(arrays: Arrays, reductions_read_memory: bool) -> list[bool | str | None]:
     """For each node whether it is kept in memory; ``None`` where nothing reads it."""
     nodes = arrays.nodes
-    real: list[bool | None] = [None] * len(nodes)
+    real: list[bool | str | None] = [None] * len(nodes)
+    whole = _not_duplicated(nodes)
     uses = [0] * len(nodes)
     needed = bytearray(len(nodes))
     reduced = bytearray(len(nodes))
@@ -119,8 +122,8 @@ def _with_buffers(arrays: Arrays, reductions_read_memory: bool) -> list[bool | N
             continue
         swallowed = reduced[number] and node.taken_in and uses[number] == 1 and not needed[number]
         keep = node.form not in FUSED or bool(needed[number]) or (node.form is Form.COSTLY and uses[number] > 1)
-        keep = keep or (bool(reduced[number]) and not swallowed)
-        real[number] = keep
+        keep = keep or number in whole or (bool(reduced[number]) and not swallowed)
+        real[number] = SWALLOWED if swallowed and not keep else keep
         for i in dict.fromkeys(node.inputs):
             uses[i] += 1
             if node.form in REAL_BUFFERS:
@@ -130,6 +133,34 @@ def _with_buffers(arrays: Arrays, reductions_read_memory: bool) -> list[bool | N
             elif nodes[i].form is Form.COSTLY and nodes[i].size_bytes < node.size_bytes:
                 needed[i] = 1
     return real
+
+
+def _not_duplicated(nodes: list[Node]) -> set[int]:
+    """Cheap nodes of several large inputs that XLA does not compute in every kernel that needs them.
+
+    It refuses when from one use a path leads through a kernel to another use: then not all of them can be one kernel.
+    """
+    users = Counter(i for node in nodes for i in set(node.inputs))
+    bit: dict[int, int] = {}
+    soft = [0] * len(nodes)
+    hard = [0] * len(nodes)
+    refused = 0
+    for number, node in enumerate(nodes):
+        near = far = 0
+        for i in node.inputs:
+            near |= soft[i]
+            far |= hard[i]
+        if node.form is Form.RENAME:
+            soft[number], hard[number] = near, far
+            continue
+        refused |= near & far
+        if node.form not in FUSED or (node.form is Form.COSTLY and users[number] > 1):
+            near, far = 0, near | far
+        elif node.form is Form.CHEAP and not node.unary and users[number] > 1:
+            bit[number] = 1 << len(bit)
+            near |= bit[number]
+        soft[number], hard[number] = near, far
+    return {number for number, mask in bit.items() if refused & mask}
 
 
 def _order(kernels: Kernels) -> dict[int, int]:

@@ -2,7 +2,8 @@
 
     step seconds = Σ runs (roofline of one device's share) + Σ collectives (α-β over the links that they cross)
 
-Collectives of gradients that the backend merges pay their latency once per set of axes.  Nothing overlaps in this sum: inside one executable on CPU nothing does, and elsewhere it is an upper bound.
+Collectives of gradients that the backend merges pay their latency once per set of axes.  Nothing overlaps in this
+sum: inside one executable on CPU nothing does, and elsewhere it is an upper bound.
 """
 
 from __future__ import annotations
@@ -86,26 +87,24 @@ def collectives_of(program: SpmdProgram, cluster: Cluster) -> list[CollectiveUse
                     if (kind, move.axes) in merged:
                         seconds -= move_seconds(move, layout, 0.0, mesh, cluster)
                     merged.add((kind, move.axes))
-                found.append(_use(kind, move.axes, full, seconds, trips, step, mesh))
+                wire = wire_bytes(kind, full, mesh.axis_size(*move.axes))
+                phase = step.cause.phase if step.cause else Phase.UPDATE
+                origin = f"{step.cause.primitive} at {step.cause.source}" if step.cause else "result of the step"
+                found.append(
+                    CollectiveUse(
+                        kind=kind.value,
+                        axes=move.axes,
+                        full_bytes=full,
+                        count=trips,
+                        wire_bytes=wire * trips,
+                        seconds=seconds * trips,
+                        phase=phase.value,
+                        value=value.id,
+                        origin=origin,
+                    )
+                )
             layout = after_move(layout, move, mesh)
     return found
-
-
-def _use(
-    kind: Collective, axes: tuple[str, ...], full: float, seconds: float, trips: int, step: Reshard, mesh: Mesh
-) -> CollectiveUse:
-    cause = step.cause
-    return CollectiveUse(
-        kind=kind.value,
-        axes=axes,
-        full_bytes=full,
-        count=trips,
-        wire_bytes=wire_bytes(kind, full, mesh.axis_size(*axes)) * trips,
-        seconds=seconds * trips,
-        phase=(cause.phase if cause else Phase.UPDATE).value,
-        value=step.source.value,
-        origin=f"{cause.primitive} at {cause.source}" if cause else "result of the step",
-    )
 
 
 def _extremes(step: Run, program: SpmdProgram, cluster: Cluster, trips: int) -> list[CollectiveUse]:

@@ -27,7 +27,7 @@ COLLECTIVE_OF_MOVE = {
 
 
 def collective_bytes(move: Move, layout: Layout, array_bytes: float, mesh: Mesh) -> float:
-    """Bytes that the collective of a move is about (its full tensor), for an array that lies in ``layout`` before it."""
+    """Bytes of the full tensor of a move's collective, for an array that lies in ``layout`` before it."""
     local = array_bytes / shares(layout, mesh)
     return local * mesh.axis_size(*move.axes) if move.kind is MoveKind.ALL_GATHER else local
 
@@ -71,7 +71,7 @@ def reshard_table(shape: tuple[int, ...], mesh: Mesh, cluster: Cluster, *, combi
 
 
 def _class_representative(shape: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
-    """The smallest shape with the same divisible dimensions: gcd of each extent with a multiple of all axis products."""
+    """The smallest shape with the same divisible dimensions: gcd of each extent with the number of devices."""
     return tuple(int(np.gcd(extent, mesh.size)) for extent in shape)
 
 

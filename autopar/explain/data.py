@@ -15,12 +15,12 @@ from autopar.plan import Axes, Layout
 class LeafKind(Enum):
     """What an input of the step is for; parameters are the state that the forward or backward pass reads."""
 
-    PARAMETER = "parameter"
+    PARAMETER = "parameters"
     OPTIMIZER = "optimizer state"
     BATCH = "batch"
-    KEY = "random key"
-    CLOSURE = "closed-over array"
-    OTHER = "other argument"
+    KEY = "random keys"
+    CLOSURE = "closed-over arrays"
+    OTHER = "other arguments"
 
 
 @dataclass(frozen=True)

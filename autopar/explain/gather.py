@@ -7,6 +7,7 @@ parallelized function, which is known by its methods only.
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -152,7 +153,7 @@ def _explanation(case: _Case) -> Explanation:
         method=plan.method,
         verdict=verdict_text(plan, leaves, methods, budget),
         time=_time(prediction),
-        memory=_memory(prediction, budget),
+        memory=_memory(prediction, leaves, budget),
         leaves=leaves,
         parameters=parameters_of(leaves, groups, whys, _inputs_asked_about(case), plan),
         operators=operators,
@@ -207,8 +208,15 @@ def _time(prediction: Prediction) -> Time:
     )
 
 
-def _memory(prediction: Prediction, budget_bytes: float) -> MemoryUse:
+def _memory(prediction: Prediction, leaves: Sequence[Leaf], budget_bytes: float) -> MemoryUse:
+    """Arguments by what they are for, results that take over no argument's memory, and temporaries at the peak."""
     memory = prediction.memory
+    kinds: Counter[str] = Counter()
+    for leaf in leaves:
+        kinds[leaf.kind.value] += leaf.bytes_per_device
+    kinds["new results"] = memory.output_bytes - memory.alias_bytes
+    kinds.update(memory.by_kind)
+    heaviest = sorted(leaves, key=lambda leaf: -leaf.bytes_per_device)
     return MemoryUse(
         budget_bytes,
         memory.total_bytes,
@@ -216,8 +224,8 @@ def _memory(prediction: Prediction, budget_bytes: float) -> MemoryUse:
         memory.output_bytes,
         memory.alias_bytes,
         memory.temp_bytes,
-        tuple(sorted(memory.by_kind.items(), key=lambda item: -item[1])),
-        memory.largest,
+        tuple((kind, size) for kind, size in kinds.most_common() if size > 0),
+        memory.largest or tuple((leaf.path, leaf.bytes_per_device) for leaf in heaviest[:3]),
     )
 
 
@@ -269,7 +277,9 @@ def _notes(case: _Case, whys: tuple[Why, ...]) -> tuple[str, ...]:
     if _is_of_other_sizes(case):
         notes.append("The plan was carried over from other sizes; the runner-ups' seconds are of those.")
     if any(why.answer.value == "no_time" for why in whys):
-        notes.append("Runner-ups were looked for from the heaviest parameters on, for some seconds; the others have none.")
+        notes.append(
+            "Runner-ups were looked for from the heaviest parameters on, for some seconds; the others have none."
+        )
     if not case.subject.donated or not case.step.demands.donate_state:
         notes.append("No state is donated, so a step holds the old and the new state at once.")
     return tuple(notes)

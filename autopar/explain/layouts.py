@@ -18,7 +18,7 @@ from autopar.explain.data import (
     spec_text,
 )
 from autopar.explain.paths import families, family_name
-from autopar.explain.words import runner_up_text, seconds_text
+from autopar.explain.words import runner_ups_text, seconds_text
 from autopar.graph.ir import Graph, Phase
 from autopar.graph.roles import Role
 from autopar.plan import Layout, Plan, Stage
@@ -149,7 +149,7 @@ def _runner_up(other: Alternative, leaf_of: Mapping[int, Leaf]) -> RunnerUp:
 def _why_text(why: Why, others: Sequence[RunnerUp], leaf: Leaf, plan: Plan) -> str:
     match why.answer.value:
         case "compared":
-            text = "next best " + "; ".join(runner_up_text(other, plan.step_seconds) for other in others)
+            text = runner_ups_text(others, plan.step_seconds)
         case "leanest":
             text = "only the plan that holds the fewest bytes keeps the memory budget"
         case "only_choice" if not leaf.shape:

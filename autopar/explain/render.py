@@ -129,25 +129,17 @@ def _memory_table(e: Explanation) -> Table:
 
 
 def _parameter_table(e: Explanation) -> Table:
-    table = _table(
-        "Parameters and optimizer state", "array · why not otherwise", "each", "at rest", "for use", "a device", left=4
-    )
+    title = "Parameters and optimizer state"
+    table = _table(title, "array, and why it does not lie otherwise", "at rest", "for use", "a device", left=3)
     shown = e.parameters[:MOST_PARAMETERS]
     for row in shown:
         use = "" if row.use == row.sharding or row.kind is not LeafKind.PARAMETER else row.use
-        table.add_row(
-            _parameter_cell(row), array_text(row.shape, row.dtype), row.sharding, use, bytes_text(row.bytes_per_device)
-        )
+        table.add_row(_parameter_cell(row), row.sharding, use, bytes_text(row.bytes_per_device))
     rest = e.parameters[MOST_PARAMETERS:]
     if rest:
         count = sum(row.count for row in rest)
-        table.add_row(
-            Text(f"{count} smaller arrays", style="dim"),
-            "",
-            "",
-            "",
-            bytes_text(sum(row.bytes_per_device for row in rest)),
-        )
+        held = bytes_text(sum(row.bytes_per_device for row in rest))
+        table.add_row(Text(f"{count} smaller arrays", style="dim"), "", "", held)
     total = sum(row.bytes_per_device for row in e.parameters)
     table.add_row("in all", "", "", bytes_text(total), style="bold")
     return table
@@ -245,12 +237,7 @@ def _remarks(e: Explanation) -> Iterator[RenderableType]:
             f"{row.primitive} at {source_text(row.source)} ({row.shapes}) runs whole on every device, {row.count}× a step, "
             f"{seconds_text(row.seconds)}",
         )
-    for row in e.repeated[:5]:
-        over = axes_text(row.repeated_over)
-        yield _remark(
-            "repeated",
-            f"{row.primitive} at {source_text(row.source)} is done alike over {over}: {seconds_text(row.seconds)}",
-        )
+    yield from _repeated(e)
     for row in e.undivided[:5]:
         saved = [seconds_text(row.saved_seconds)] if row.saved_seconds > SAME_SHARE * e.time.step_seconds else []
         saved += [f"{bytes_text(row.saved_bytes)} a device"] if row.saved_bytes else []
@@ -262,6 +249,16 @@ def _remarks(e: Explanation) -> Iterator[RenderableType]:
     yield _remark("search", _search_text(e))
     for note in e.notes:
         yield _remark("note", note)
+
+
+def _repeated(e: Explanation) -> Iterator[RenderableType]:
+    """Work that devices do alike, by the axes over which they do."""
+    for axes in dict.fromkeys(row.repeated_over for row in e.repeated):
+        rows = [row for row in e.repeated if row.repeated_over == axes]
+        places = list(dict.fromkeys(f"{row.primitive} at {source_text(row.source)}" for row in rows))
+        more = f" and {len(places) - 3} more" if len(places) > 3 else ""
+        seconds = seconds_text(sum(row.seconds for row in rows))
+        yield _remark("repeated", f"{seconds} are the same work over {axes_text(axes)}: {', '.join(places[:3])}{more}")
 
 
 def _remark(label: str, text: str) -> RenderableType:

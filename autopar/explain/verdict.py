@@ -69,7 +69,7 @@ def _kind_text(noun: str, leaves: Sequence[Leaf], plan: Plan) -> str:
             break
     gathered = sum(leaf.whole_bytes for leaf in leaves if _is_gathered(leaf))
     cut = total - weights[()]
-    use = "" if gathered < cut / 2 or not cut else " and gathered for use" if gathered >= MOSTLY * cut else ", mostly gathered for use"
+    use = " (gathered for use)" if cut and gathered > cut / 2 else ""
     return f"{noun} {', '.join(said)}{use}"
 
 

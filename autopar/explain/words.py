@@ -112,19 +112,29 @@ def shapes_text(operands: Sequence[Value | None], results: Sequence[Value]) -> s
 MOST_CHANGES = 3
 
 
-def runner_up_text(other: RunnerUp, step_seconds: float) -> str:
-    """``P('data'), gathered for use +1.20 ms (all-gather over data in the forward pass +1.50 ms, …)``."""
-    where = other.sharding
-    if other.use != other.sharding:
-        where += " at rest, " + ("gathered" if other.use == "P()" else f"{other.use}") + " for use"
-    if other.moved_parameters:
-        kinds = families(other.moved_parameters)
-        names = slashed(kinds[0][0]) if len(kinds) == 1 else f"{len(other.moved_parameters)} other parameters"
-        where += f", together with {names}"
-    if abs(other.extra_seconds) < SAME_SHARE * step_seconds:
-        return f"{where}: costs the same"
-    changes = ", ".join(map(change_text, main_changes(other.changes)))
-    return f"{where}: {signed(seconds_text(other.extra_seconds))} a step" + (f" ({changes})" if changes else "")
+def runner_ups_text(others: Sequence[RunnerUp], step_seconds: float) -> str:
+    """``as good: P(); next best P('data') at rest, gathered for use: +1.20 ms a step (all-gather over data … +1.50 ms)``."""
+    as_good = [other for other in others if abs(other.extra_seconds) < SAME_SHARE * step_seconds]
+    parts = []
+    if as_good:
+        parts.append(f"as good: {', '.join(dict.fromkeys(map(_layout_text, as_good)))}")
+    for other in others[len(as_good) :]:
+        changes = ", ".join(map(change_text, main_changes(other.changes)))
+        where = f" ({changes})" if changes else ""
+        moved = f", with {_moved_text(other)}" if other.moved_parameters else ""
+        parts.append(f"next best {_layout_text(other)}{moved}: {signed(seconds_text(other.extra_seconds))} a step{where}")
+    return "; ".join(parts)
+
+
+def _layout_text(other: RunnerUp) -> str:
+    if other.use == other.sharding:
+        return other.sharding
+    return f"{other.sharding} at rest, {'gathered' if other.use == 'P()' else other.use} for use"
+
+
+def _moved_text(other: RunnerUp) -> str:
+    kinds = families(other.moved_parameters)
+    return slashed(kinds[0][0]) if len(kinds) == 1 else f"{len(other.moved_parameters)} other parameters otherwise too"
 
 
 def main_changes(changes: Sequence[Change]) -> list[Change]:

@@ -63,7 +63,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class Rule:
-    """Factors of an operator and where they appear: ``operands[k][d]`` are the factors of dimension ``d``, major first."""
+    """Factors of an operator and where they appear: ``operands[k][d]``: those of dimension ``d``, major first."""
 
     factors: tuple[Factor, ...]
     operands: tuple[tuple[tuple[int, ...], ...], ...]

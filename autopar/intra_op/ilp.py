@@ -127,7 +127,7 @@ def _solution(model: Model, answer: Answer, starts: list[int], scale: float) -> 
 
 
 def build_program(model: Model, scale: float = 1.0) -> tuple[Program | None, list[int]]:
-    """The program of a model with costs divided by ``scale``, and where each node's x begin; None if a node is stuck."""
+    """The program of a model with costs over ``scale``, and where each node's x begin; None if a node is stuck."""
     starts = np.concatenate(([0], np.cumsum([len(costs) for costs in model.nodes]))).astype(int)
     if any(not np.isfinite(costs).any() for costs in model.nodes):
         return None, []

@@ -13,12 +13,13 @@ sums (gradients of a tied embedding; the input gradients of the query, key and v
 addition halves the bytes.
 
 *Edges* join a node that produces an array with one that needs it; the edge's price is the reshard between the layout
-that the one yields and the layout that the other wants.  The :class:`Port` says how to read a layout off a node's choice.
+that the one yields and the layout that the other wants.  The :class:`Port` says how to read a layout off a choice.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -156,7 +157,7 @@ def state_problem(graph: Graph, state_pairs: tuple[tuple[int, int], ...]) -> Pro
     """Nodes and edges of a program; ``state_pairs`` are (input position, output position) that keep one sharding."""
     builder = _ProblemBuilder(graph)
     builder.add_level(graph, trips=1)
-    builder.add_outputs(graph, dict((output, source) for source, output in state_pairs))
+    builder.add_outputs(graph, {output: source for source, output in state_pairs})
     return builder.finish()
 
 
@@ -398,48 +399,60 @@ class LoopLink:
 
 def loop_links(operator: Operator) -> list[LoopLink]:
     """Which value becomes which at the borders of an operator's bodies (JAX's calling conventions of its loops)."""
-    params = operator.equation.params
-    links: list[LoopLink] = []
-
-    def into(operand: int | None, target: int, port: Port = Port.VALUE) -> None:
-        if operand is not None:
-            links.append(LoopLink(operand, Port.VALUE, target, port, operand))
-
     match operator.primitive:
         case LoopKind.SCAN:
-            (body,) = operator.bodies
-            consts, carries = _compat.scan_arity(params)
-            for position, (operand, inner) in enumerate(zip(operator.operands, body.inputs, strict=True)):
-                into(operand, inner, Port.VALUE if position < consts + carries else Port.STACKED)
-            for position, (inner_out, result) in enumerate(zip(body.outputs, operator.results, strict=True)):
-                if position < carries:
-                    carry = body.inputs[consts + position]
-                    if inner_out is not None:
-                        links.append(LoopLink(inner_out, Port.VALUE, carry, Port.VALUE, carry, 0, inside=True))
-                    links.append(LoopLink(carry, Port.VALUE, result, Port.VALUE, result))
-                elif inner_out is not None:
-                    links.append(LoopLink(inner_out, Port.STACKED, result, Port.VALUE, result))
+            return [*_scan_links(operator)]
         case LoopKind.WHILE:
-            condition, body = operator.bodies
-            split, consts = params["cond_nconsts"], params["body_nconsts"]
-            init = operator.operands[split + consts :]
-            carries_in = body.inputs[consts:]
-            for operand, inner in zip(operator.operands[:split], condition.inputs[:split], strict=True):
-                into(operand, inner)
-            for operand, inner in zip(operator.operands[split : split + consts], body.inputs[:consts], strict=True):
-                into(operand, inner)
-            for operand, inner in zip(init, carries_in, strict=True):
-                into(operand, inner)
-            for inner_out, carry, result in zip(body.outputs, carries_in, operator.results, strict=True):
-                if inner_out is not None:
-                    links.append(LoopLink(inner_out, Port.VALUE, carry, Port.VALUE, carry, 1, inside=True))
-                links.append(LoopLink(carry, Port.VALUE, result, Port.VALUE, result))
+            return [*_while_links(operator)]
         case LoopKind.COND:
-            for body in operator.bodies[:1]:
-                for operand, inner in zip(operator.operands[1:], body.inputs, strict=True):
-                    into(operand, inner)
-            for number, body in enumerate(operator.bodies):
-                for inner_out, result in zip(body.outputs, operator.results, strict=True):
-                    if inner_out is not None:
-                        links.append(LoopLink(inner_out, Port.VALUE, result, Port.VALUE, result, number))
-    return links
+            return [*_cond_links(operator)]
+    return []
+
+
+def _into(operands: Sequence[int | None], targets: Sequence[int], port: Port = Port.VALUE) -> Iterator[LoopLink]:
+    for operand, target in zip(operands, targets, strict=True):
+        if operand is not None:
+            yield LoopLink(operand, Port.VALUE, target, port, operand)
+
+
+def _carried(
+    outs: Sequence[int | None], carries: Sequence[int], results: Sequence[int], body: int
+) -> Iterator[LoopLink]:
+    """What a trip leaves is what the next one finds, and in the end the result."""
+    for out, carry, result in zip(outs, carries, results, strict=True):
+        if out is not None:
+            yield LoopLink(out, Port.VALUE, carry, Port.VALUE, carry, body, inside=True)
+        yield LoopLink(carry, Port.VALUE, result, Port.VALUE, result)
+
+
+def _scan_links(operator: Operator) -> Iterator[LoopLink]:
+    (body,) = operator.bodies
+    consts, carries = _compat.scan_arity(operator.equation.params)
+    whole = consts + carries
+    yield from _into(operator.operands[:whole], body.inputs[:whole])
+    yield from _into(operator.operands[whole:], body.inputs[whole:], Port.STACKED)
+    yield from _carried(body.outputs[:carries], body.inputs[consts:whole], operator.results[:carries], 0)
+    for out, result in zip(body.outputs[carries:], operator.results[carries:], strict=True):
+        if out is not None:
+            yield LoopLink(out, Port.STACKED, result, Port.VALUE, result)
+
+
+def _while_links(operator: Operator) -> Iterator[LoopLink]:
+    condition, body = operator.bodies
+    split, consts = operator.equation.params["cond_nconsts"], operator.equation.params["body_nconsts"]
+    carries = body.inputs[consts:]
+    yield from _into(operator.operands[:split], condition.inputs[:split])
+    yield from _into(operator.operands[split : split + consts], body.inputs[:consts])
+    yield from _into(operator.operands[split + consts :], carries)
+    for carry, tested in zip(carries, condition.inputs[split:], strict=True):
+        yield LoopLink(carry, Port.VALUE, tested, Port.VALUE, carry, 1, inside=True)
+    yield from _carried(body.outputs, carries, operator.results, 1)
+
+
+def _cond_links(operator: Operator) -> Iterator[LoopLink]:
+    # All branches share the layouts of their inputs, so the first stands for them.
+    yield from _into(operator.operands[1:], operator.bodies[0].inputs)
+    for number, body in enumerate(operator.bodies):
+        for out, result in zip(body.outputs, operator.results, strict=True):
+            if out is not None:
+                yield LoopLink(out, Port.VALUE, result, Port.VALUE, result, number)

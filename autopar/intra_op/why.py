@@ -5,8 +5,8 @@ With x* the solution and a* the option that the nodes of a group of parameters t
     x′ = argmin { c(x) : xᵢ ≠ a*  for every i of the group },        extra = c(x′) − c(x*) ≥ 0,
 
 the same integer program with one option forbidden; everything else may change with it.  Where the runner-up costs the
-same (a cut along another dimension, say) a second question is asked: what if the group were cut into another number of
-pieces?  Both plans are lowered and priced step by step, so the difference can be said by collective and operator.
+same (a cut along another dimension, say) more is asked: what if the group were cut into another number of pieces, and
+into none of those that cost the same?  Both plans are lowered and priced step by step, so the difference can be said by collective and operator.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from autopar.errors import PlanError
 from autopar.graph.ir import Graph
 from autopar.intra_op.extract import stage_of
 from autopar.intra_op.ilp import solve
-from autopar.intra_op.model import Model, Solution
+from autopar.intra_op.model import Solution
+from autopar.intra_op.resolve import Banned, Resolver
 from autopar.intra_op.search import Found
 from autopar.plan import Axes, Layout, Stage
 from autopar.schedule.reshard import shares
@@ -36,6 +37,9 @@ MAX_QUESTIONS = 12
 
 SAME_SHARE = 1e-3
 """Two plans within this share of the step's seconds cost the same; an answer must be proven as closely."""
+
+MOST_ALTERNATIVES = 4
+"""Plans that are compared with, if all but the last cost the same as the chosen one."""
 
 MOST_TIME_SHARE = 1 / 4
 """No question may take more than this share of the time."""
@@ -83,7 +87,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Why:
-    """The answer for one group of values: the runner-up, and where that costs the same, the best of another cut.
+    """The answer for one group of values: the runner-up, and where that costs the same, the best of other cuts.
 
     ``unlimited`` is the layout in the best plan without a memory budget, where that is another one; that plan is faster
     by ``unlimited_gain_seconds``.
@@ -116,23 +120,14 @@ def why(question: Question, groups: Sequence[Sequence[int]], *, time_limit_secon
     Groups beyond ``MAX_QUESTIONS`` or the time limit are answered with ``NO_TIME``; groups that stand for the same
     variables are solved once.
     """
-    asked = _Asked(question, time_limit_seconds)
+    asked = _Asked(question, [tuple(group) for group in groups], time_limit_seconds)
     return tuple(asked.answer(tuple(group)) for group in groups)
-
-
-def forbid(model: Model, banned: dict[int, Sequence[int]]) -> Model:
-    """The model without the given options of the given nodes."""
-    nodes = list(model.nodes)
-    for node, options in banned.items():
-        nodes[node] = nodes[node].copy()
-        nodes[node][list(options)] = np.inf
-    return replace(model, nodes=nodes)
 
 
 class _Asked:
     """Owns the clock, what was answered, and the price list of the chosen plan."""
 
-    def __init__(self, question: Question, time_limit_seconds: float) -> None:
+    def __init__(self, question: Question, groups: Sequence[tuple[int, ...]], time_limit_seconds: float) -> None:
         self._question = question
         self._deadline = time.monotonic() + time_limit_seconds
         self._slice_seconds = MOST_TIME_SHARE * time_limit_seconds
@@ -140,47 +135,56 @@ class _Asked:
         self._prices = _prices(question.found.program, question)
         self._unlimited: tuple[Stage, float] | None = None
         model = question.found.model
-        if model is not None:
-            self._cost = model.cost(question.found.options)
-            if model.memory and (free := self._solve(replace(model, memory=[]))) is not None:
-                self._unlimited = self._stage(free), self._cost - free.cost
+        if model is None:
+            return
+        self._cost = model.cost(question.found.options)
+        self._open = list(dict.fromkeys(filter(self._has_choice, map(self._classes, groups))))[:MAX_QUESTIONS]
+        self._resolver = Resolver(model, frozenset().union(*self._open), self._cost)
+        if model.memory and (free := solve(replace(model, memory=[]), time_limit_seconds=self._slice_seconds)) is not None:
+            self._unlimited = self._stage(free), self._cost - free.cost
 
-    def answer(self, group: tuple[int, ...]) -> Why:
+    def _classes(self, group: tuple[int, ...]) -> frozenset[int]:
         found = self._question.found
         nodes = [found.problem.node_of_value[value] for value in group if value in found.problem.node_of_value]
-        classes = frozenset(found.quotient.class_of[node] for node in nodes)
+        return frozenset(found.quotient.class_of[node] for node in nodes)
+
+    def _has_choice(self, classes: frozenset[int]) -> bool:
+        return any(len(self._question.found.choices.options[number]) > 1 for number in classes)
+
+    def answer(self, group: tuple[int, ...]) -> Why:
+        classes = self._classes(group)
         if (known := self._known.get(classes)) is not None:
             return replace(known, values=group)
-        if found.model is None:
+        if self._question.found.model is None:
             return Why(group, Answer.LEANEST)
-        if all(len(found.choices.options[number]) < 2 for number in classes):
+        if not self._has_choice(classes):
             return Why(group, Answer.ONLY_CHOICE)
-        if len(self._known) >= MAX_QUESTIONS or time.monotonic() > self._deadline:
-            return Why(group, Answer.NO_TIME)
+        if classes not in self._open or time.monotonic() > self._deadline:
+            return self._limited(Why(group, Answer.NO_TIME))
         self._known[classes] = self._compare(group, classes)
         return self._known[classes]
 
     def _compare(self, group: tuple[int, ...], classes: frozenset[int]) -> Why:
         found = self._question.found
-        assert found.model is not None
-        chosen = {number: [found.options[number]] for number in classes}
-        solution = self._solve(forbid(found.model, chosen))
+        solution = self._solve({number: [found.options[number]] for number in classes})
         if solution is None:
             return self._limited(Why(group, Answer.NO_TIME))
         alternatives = [self._alternative(group, solution)]
-        home = found.stage.homes[group[0]]
-        pieces = shares(home, found.choices.mesh)
         same = SAME_SHARE * found.prediction.step_seconds
-        if alternatives[0].extra_seconds < same and shares(alternatives[0].layout, found.choices.mesh) == pieces:
-            likewise = {number: self._cut_into(pieces, number) for number in classes}
-            if (other := self._solve(forbid(found.model, likewise))) is not None:
-                alternatives.append(self._alternative(group, other))
+        pieces = {shares(found.stage.homes[group[0]], found.choices.mesh)}
+        while alternatives[-1].extra_seconds < same and len(alternatives) < MOST_ALTERNATIVES:
+            if len(alternatives) > 1:
+                pieces.add(shares(alternatives[-1].layout, found.choices.mesh))
+            solution = self._solve({number: self._cut_into(pieces, number) for number in classes})
+            if solution is None:
+                break
+            alternatives.append(self._alternative(group, solution))
         return self._limited(Why(group, Answer.COMPARED, tuple(alternatives)))
 
-    def _cut_into(self, pieces: int, number: int) -> list[int]:
+    def _cut_into(self, pieces: set[int], number: int) -> list[int]:
         choices = self._question.found.choices
         options = enumerate(choices.options[number])
-        return [k for k, o in options if isinstance(o, Layout) and shares(o, choices.mesh) == pieces]
+        return [k for k, o in options if isinstance(o, Layout) and shares(o, choices.mesh) in pieces]
 
     def _limited(self, answer: Why) -> Why:
         """Say how the values would lie if memory were no object."""
@@ -192,13 +196,13 @@ class _Asked:
             return answer
         return replace(answer, unlimited=layout, unlimited_gain_seconds=gain)
 
-    def _solve(self, model: Model) -> Solution | None:
+    def _solve(self, banned: Banned) -> Solution | None:
         """The optimum, or None: there is no solution, or none was proven best in time."""
         left = min(self._deadline - time.monotonic(), self._slice_seconds)
         if left <= 0:
             return None
         try:
-            solution = solve(model, time_limit_seconds=left)
+            solution = self._resolver.solve(banned, time_limit_seconds=left)
         except PlanError:
             return None
         proven = solution is not None and np.isfinite(solution.cost) and solution.gap <= SAME_SHARE

@@ -96,7 +96,7 @@ def _order(x: jax.Array, *, nan_is_last: bool) -> jax.Array:
     """Signed integers (of at least 32 bits) in the order of the floats ``x``, every NaN at one end of them.
 
     An all-reduce of floats may drop a NaN that the operator on one device would keep (XLA:CPU does), and with it a
-    program's own check for overflow; integers have one order everywhere.
+    program's own check for overflow; integers have one order everywhere. Not every backend reduces 16-bit ones.
     """
     limits = jnp.iinfo(f"int{8 * x.dtype.itemsize}")
     order = _flip_negatives(lax.bitcast_convert_type(x, limits.dtype))

@@ -58,7 +58,7 @@ class GPTConfig:
 PRESETS: MappingProxyType[str, GPTConfig] = MappingProxyType(
     {
         "1M": GPTConfig(vocab_size=2048, hidden=128, layers=4, heads=4, sequence=128),
-        "demo": GPTConfig(vocab_size=2048, hidden=128, layers=4, heads=8, sequence=128),
+        "demo": GPTConfig(vocab_size=2048, hidden=128, layers=2, heads=8, sequence=64, tie_embeddings=False),
         "10M": GPTConfig(vocab_size=8192, hidden=320, layers=6, heads=8, sequence=256),
         "125M": GPTConfig(hidden=768, layers=12, heads=12),
         "350M": GPTConfig(hidden=1024, layers=24, heads=16),
@@ -81,7 +81,7 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     max_gradient_norm: float = 1.0
     b1: float = 0.9
-    b2: float = 0.95
+    b2: float = 0.98
 
 
 class TrainState(train_state.TrainState):

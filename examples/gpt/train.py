@@ -1,6 +1,6 @@
 """Trains the GPT of `model.py` on Python's standard library, over all devices, by a plan that nobody wrote by hand.
 
-    python -m examples.gpt.train --preset demo --steps 200 --run-dir runs/gpt
+    python -m examples.gpt.train --preset demo --steps 450 --run-dir runs/gpt
 
 The one line that concerns parallelism is `autopar.parallelize(train_step)`. With `--method none` that line becomes
 `jax.jit`, and the rest of this file stays as it is. Ctrl-C ends the run after the step at hand and leaves a checkpoint;
@@ -39,22 +39,22 @@ class Settings:
     """One run, as the command line describes it; sizes that are None are those of the preset."""
 
     preset: str = "demo"
-    steps: int = 200
+    steps: int = 450
     run_dir: Path = Path("runs/gpt")
     method: str = "auto"
-    batch_size: int = 32
+    batch_size: int = 16
     sequence: int | None = None
     layers: int | None = None
     scan_layers: bool = False
     remat: bool = False
     dropout: float = 0.0
     dtype: str = "float32"
-    learning_rate: float = 3e-3
+    learning_rate: float = 6e-3
     seed: int = 0
     text_bytes: int = 6_000_000
     validation_batches: int = 8
     sample_tokens: int = 160
-    checkpoint_every: int = 100
+    checkpoint_every: int = 150
     cpu_devices: int = 8
 
     def gpt_config(self) -> model.GPTConfig:
