@@ -96,6 +96,7 @@ def make_plan(
         meshes=meshes,
         budget_bytes=float(demands.memory_per_device or cluster.per_device_memory_bytes),
         restriction=lambda mesh: _with_constraints(method.restriction(view, mesh), subject, demands.constraints, mesh),
+        batch=view.batch if isinstance(method, IntraOp) and not demands.constraints else (),
         solver_seconds=demands.solver_seconds,
         names=subject.names,
         report_progress=report_progress,

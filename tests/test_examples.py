@@ -187,7 +187,7 @@ def test_a_dataset_is_made_once_and_anew_for_other_arguments(dataset_folder: Pat
 
 def test_a_dataset_made_for_another_vocabulary_is_replaced(tmp_path: Path) -> None:
     for vocab_size in (300, 320):
-        made = data.prepare(tmp_path, vocab_size, max_bytes=100_000)
+        made = data.prepare(tmp_path, vocab_size, max_bytes=300_000)
         assert made.tokenizer.get_vocab_size() == vocab_size
 
 

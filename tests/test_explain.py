@@ -205,14 +205,15 @@ def test_a_pinned_layout_says_that_there_was_no_choice(zero3: Explanation) -> No
     assert zero3.parameters[0].why == "the only layout that zero3, the constraints and the shape leave"
 
 
-def test_a_plan_that_was_squeezed_says_what_it_would_do_without_a_budget(arguments: Any) -> None:
+def test_a_plan_that_was_squeezed_says_what_it_would_do_without_a_budget() -> None:
+    arguments = jax.eval_shape(lambda: (mlp_state(64, 256), mlp_batch(64, 32)))
     free = autopar.parallelize(cluster=V100S)(mlp_step).plan(*arguments)
     whole = autopar.parallelize(cluster=V100S)(mlp_step).plan(*arguments, method="data_parallel")
-    budget = 0.7 * min(free.peak_bytes, whole.peak_bytes)
+    budget = 0.6 * free.peak_bytes
     e = autopar.explain(autopar.parallelize(cluster=V100S, memory_per_device=budget)(mlp_step), *arguments)
     assert e.memory.budget_bytes == budget
     assert e.memory.fits
-    assert any("without the memory budget" in row.why or "memory budget" in row.why for row in e.parameters)
+    assert any("memory budget" in row.why for row in e.parameters)
     row = next(row for row in e.methods if row.name == "data_parallel")
     assert not row.fits and row.reason and row.step_seconds == whole.step_seconds
 
@@ -301,7 +302,8 @@ def test_operators_without_a_rule_are_named(arguments: Any) -> None:
         gradients = jax.grad(loss_fn)(state)
         return jax.tree.map(lambda p, g: p - g, state, gradients)
 
-    e = autopar.explain(autopar.parallelize(cluster=V100S)(watched), {"w": jnp.ones((WIDTH, HIDDEN))}, mlp_batch(size=64))
+    state = {"w": jnp.ones((WIDTH, HIDDEN))}
+    e = autopar.explain(autopar.parallelize(cluster=V100S)(watched), state, mlp_batch(size=64))
     named = {row.primitive for row in e.uncovered}
     assert "pure_callback" in named
     row = next(row for row in e.uncovered if row.primitive == "pure_callback")

@@ -9,11 +9,14 @@ earlier nodes, so the list is in topological order; all sizes are those of one d
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from autopar import _compat
 from autopar.graph.build import LoopKind
@@ -63,6 +66,8 @@ ELEMENTWISE_EXCEPTIONS = frozenset(
 TAKEN_IN_BY_REDUCTIONS = frozenset("mul square integer_pow broadcast_in_dim".split())
 """What XLA:CPU's own reduction kernels compute themselves; they read all else from memory."""
 
+ADDITIONS = frozenset(("add", "add_any"))
+
 _SINGLE_USE_WORK = ("scatter", "dynamic_update_slice")
 
 
@@ -80,6 +85,7 @@ class Node:
     unary: bool = True
     widens: bool = False
     taken_in: bool = False
+    is_zero: bool = False
     inner: Arrays | None = None
     """The body of a loop."""
 
@@ -116,6 +122,11 @@ def _dot_order(rank: int, summed: tuple[int, ...], batch: tuple[int, ...], side:
     return (*batch, *free, *summed) if side == 0 else (*batch, *summed, *free)
 
 
+def _is_zero(operator: Operator) -> bool:
+    atom = operator.equation.invars[0]
+    return isinstance(atom, _compat.Literal) and not np.any(np.asarray(atom.val))
+
+
 def same_equation(one: Any, other: Any) -> bool:
     """Whether two equations of one primitive with the same array operands compute the same thing."""
     if one is other:
@@ -135,6 +146,12 @@ class _Builder:
         self._platform = platform
         self._shapes: dict[Buffer, tuple[int, ...]] = {}
         self._made: dict[object, int] = {}
+        self._uses = Counter(
+            buffer
+            for step in program.steps
+            for buffer in ((step.source,) if isinstance(step, Reshard) else set(step.operands))
+        )
+        self._uses.update(program.outputs)
         self._run: dict[object, list[tuple[Any, int]]] = {}
         self.arrays = Arrays()
         self.at: dict[Buffer, int] = {}
@@ -253,6 +270,12 @@ class _Builder:
         operator = step.operator
         form = self._form(operator)
         elementwise = operator.primitive in FUSIBLE and operator.primitive not in ELEMENTWISE_EXCEPTIONS
+        if operator.primitive in ADDITIONS and (onto := self._scattered_onto(step)) is not None:
+            self._buffer(Form.IN_PLACE, onto, step.results[0], self._tenant(operator), operator)
+            return
+        if operator.primitive == "random_bits" and self._platform == "cpu":
+            self._random_bits(step, inputs)
+            return
         if elementwise:
             inputs = tuple(self._widened(buffer, step.results[0]) for buffer in step.operands if buffer is not None)
         number, fresh = self._computed(form, inputs, step)
@@ -264,7 +287,34 @@ class _Builder:
         large = [other.size_bytes for other in given if not other.widens and other.size_bytes >= node.size_bytes]
         node.unary = len(large) <= 1 or sum(other.size_bytes for other in given) <= node.size_bytes
         node.widens = operator.primitive in ("broadcast_in_dim", "iota")
+        node.is_zero = operator.primitive == "broadcast_in_dim" and not inputs and _is_zero(operator)
         node.taken_in = operator.primitive in TAKEN_IN_BY_REDUCTIONS
+
+    def _scattered_onto(self, step: Run) -> tuple[int, ...] | None:
+        """For x + scatter-add(0, …), which XLA turns into scatter-add(x, …): the inputs of that scatter."""
+        for position, buffer in enumerate(step.operands):
+            other = step.operands[1 - position]
+            if buffer is None or other is None or other == buffer or self._uses[buffer] != 1:
+                continue
+            scatter = self.arrays.nodes[self.at[buffer]]
+            if scatter.form is not Form.IN_PLACE or scatter.source is None or scatter.source.primitive != "scatter-add":
+                continue
+            if scatter.value == buffer.value and self.arrays.nodes[scatter.inputs[0]].is_zero:
+                return self.at[other], *scatter.inputs[1:]
+        return None
+
+    def _random_bits(self, step: Run, keys: tuple[int, ...]) -> None:
+        """XLA:CPU hashes in a loop over two arrays of 32-bit words, which its consumers then mix as they need them."""
+        operator, result = step.operator, step.results[0]
+        words = 4 * math.prod(self._shape(result))
+        halves = [self._add(Form.KERNEL, keys, words, self._tenant(operator), result.value, operator) for _ in range(2)]
+        loop = self._add(Form.LOOP, tuple(halves), 0, Tenant.LOOP, -1, operator)
+        after = [
+            self._add(Form.RENAME, (half, loop), words, self._tenant(operator), result.value, operator)
+            for half in halves
+        ]
+        node = self.arrays.nodes[self._buffer(Form.CHEAP, tuple(after), result, self._tenant(operator), operator)]
+        node.elementwise, node.unary = True, False
 
     def _widened(self, operand: Buffer, result: Buffer) -> int:
         """An operand of elementwise work in the shape of the result: dimensions of size one are broadcast first."""

@@ -70,7 +70,7 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array that goes into the step.  ``use_layout`` is the layout of its copy for use, where it has another one."""
+    """One array that goes into the step; ``use_layout`` is the layout of its copy for use, where that is another."""
 
     path: str
     kind: LeafKind
@@ -149,7 +149,7 @@ class OperatorUse:
     """Alike operators: ``count`` runs a step, ``flops`` and ``seconds`` on one device, all runs together.
 
     ``equation`` names the dimensions by letters; ``strategy`` says how they are cut; ``repeated_over`` are the mesh axes
-    along which the devices do the same work over again, ``uncut_sizes`` those of the dimensions that could be cut yet.
+    along which the devices do the same work over again, ``uncut_sizes`` those of dimensions that could be cut yet.
     ``covered`` is False where no rule says how to cut it, although it handles more than single elements.
     """
 

@@ -87,7 +87,7 @@ def _layouts_in_use(program: SpmdProgram) -> dict[int, Layout]:
 
 
 def parameter_groups(leaves: Sequence[Leaf]) -> tuple[tuple[int, ...], ...]:
-    """Positions of alike parameters and of alike optimizer state; heaviest first, parameters before their optimizer's."""
+    """Positions of alike parameters and of alike optimizer state; heaviest first, parameters before the optimizer's."""
     alike: dict[tuple[object, ...], dict[str, int]] = defaultdict(dict)
     for position, leaf in enumerate(leaves):
         if leaf.kind in (LeafKind.PARAMETER, LeafKind.OPTIMIZER):
@@ -107,7 +107,7 @@ def parameter_groups(leaves: Sequence[Leaf]) -> tuple[tuple[int, ...], ...]:
 def parameters_of(
     leaves: Sequence[Leaf], groups: Sequence[tuple[int, ...]], whys: Sequence[Why], inputs: Sequence[int], plan: Plan
 ) -> tuple[Parameter, ...]:
-    """One row per group; ``whys`` are the answers for the groups in the same order, or nothing; ``inputs`` value ids."""
+    """One row per group; ``whys`` answer for the groups in the same order, or are empty; ``inputs`` are value ids."""
     leaf_of = dict(zip(inputs, leaves, strict=True))
     found = []
     for number, group in enumerate(groups):

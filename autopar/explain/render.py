@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.explain.compare import AmountChange, Comparison
-from autopar.explain.data import LeafKind, MethodTotals, Parameter
+from autopar.explain.data import LeafKind, MethodTotals, Parameter, Undivided
 from autopar.explain.explanation import Explanation
 from autopar.explain.paths import slashed
 from autopar.explain.words import SAME_SHARE, array_text, axes_text, bytes_text, seconds_text, signed, source_text
@@ -234,21 +234,25 @@ def _remarks(e: Explanation) -> Iterator[RenderableType]:
     for row in e.uncovered[:MOST_ROWS]:
         yield _remark(
             "no rule",
-            f"{row.primitive} at {source_text(row.source)} ({row.shapes}) runs whole on every device, {row.count}× a step, "
-            f"{seconds_text(row.seconds)}",
+            f"{row.primitive} at {source_text(row.source)} ({row.shapes}) runs whole on every device, "
+            f"{row.count}× a step, {seconds_text(row.seconds)}",
         )
     yield from _repeated(e)
-    for row in e.undivided[:5]:
-        saved = [seconds_text(row.saved_seconds)] if row.saved_seconds > SAME_SHARE * e.time.step_seconds else []
-        saved += [f"{bytes_text(row.saved_bytes)} a device"] if row.saved_bytes else []
-        gain = f"would save up to {' and '.join(saved)}" if saved else "would save nothing in this plan"
-        yield _remark(
-            "padding",
-            f"{slashed(row.path)} dimension {row.dimension} is {row.extent}, not a multiple of {row.pieces}; padding it to {row.padded} {gain}",
-        )
+    for one in e.undivided[:5]:
+        yield _remark("padding", _padding_text(one, e))
     yield _remark("search", _search_text(e))
     for note in e.notes:
         yield _remark("note", note)
+
+
+def _padding_text(one: Undivided, e: Explanation) -> str:
+    saved = [seconds_text(one.saved_seconds)] if one.saved_seconds > SAME_SHARE * e.time.step_seconds else []
+    saved += [f"{bytes_text(one.saved_bytes)} a device"] if one.saved_bytes else []
+    gain = f"would save up to {' and '.join(saved)}" if saved else "would save nothing in this plan"
+    return (
+        f"{slashed(one.path)} dimension {one.dimension} is {one.extent}, not a multiple of {one.pieces}; "
+        f"padding it to {one.padded} {gain}"
+    )
 
 
 def _repeated(e: Explanation) -> Iterator[RenderableType]:
@@ -300,9 +304,8 @@ def comparison_view(c: Comparison) -> Iterator[RenderableType]:
         yield _layout_changes(c)
     for name, paths in (("first", c.only_first), ("second", c.only_second)):
         if paths:
-            yield Text(
-                f"Only the {name} has {', '.join(map(slashed, paths[:MOST_ROWS]))}{' …' if len(paths) > MOST_ROWS else ''}"
-            )
+            more = " …" if len(paths) > MOST_ROWS else ""
+            yield Text(f"Only the {name} has {', '.join(map(slashed, paths[:MOST_ROWS]))}{more}")
 
 
 def _amounts(title: str, rows: Sequence[AmountChange], text: Any) -> Table:

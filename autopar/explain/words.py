@@ -113,7 +113,7 @@ MOST_CHANGES = 3
 
 
 def runner_ups_text(others: Sequence[RunnerUp], step_seconds: float) -> str:
-    """``as good: P(); next best P('data') at rest, gathered for use: +1.20 ms a step (all-gather over data … +1.50 ms)``."""
+    """``as good: P(); next best P('data') at rest, gathered for use: +1.20 ms a step (all-gather over data …)``."""
     as_good = [other for other in others if abs(other.extra_seconds) < SAME_SHARE * step_seconds]
     parts = []
     if as_good:
@@ -122,7 +122,9 @@ def runner_ups_text(others: Sequence[RunnerUp], step_seconds: float) -> str:
         changes = ", ".join(map(change_text, main_changes(other.changes)))
         where = f" ({changes})" if changes else ""
         moved = f", with {_moved_text(other)}" if other.moved_parameters else ""
-        parts.append(f"next best {_layout_text(other)}{moved}: {signed(seconds_text(other.extra_seconds))} a step{where}")
+        parts.append(
+            f"next best {_layout_text(other)}{moved}: {signed(seconds_text(other.extra_seconds))} a step{where}"
+        )
     return "; ".join(parts)
 
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from autopar.errors import PlanError
 from autopar.graph.ir import FactorKind, Rule
 from autopar.intra_op.alike import ClassEdge, Quotient
 from autopar.intra_op.problem import End, OperatorNode, Port, Problem, ValueNode
-from autopar.plan import Layout, Strategy
+from autopar.plan import Axes, Layout, Strategy
 from autopar.schedule.reshard import layouts_of, local_shape, replicated, shares
 
 TIE_BREAK_SECONDS_PER_BYTE = 1e-18
@@ -43,6 +44,21 @@ class Choices:
     node_seconds: list[np.ndarray]
     edge_seconds: dict[tuple[int, int], np.ndarray]
     """(class, class) with the first smaller → matrix of seconds; edges inside a class are in ``node_seconds``."""
+
+    def renamed(self, names: Mapping[str, str]) -> Choices:
+        """The same choices on the same devices with other names for the axes."""
+
+        def told(axes: Axes) -> Axes:
+            return tuple(names.get(axis, axis) for axis in axes)
+
+        def other(option: Layout | Strategy) -> Layout | Strategy:
+            if isinstance(option, Layout):
+                return Layout(tuple(map(told, option.dims)), told(option.partial))
+            return Strategy(tuple(map(told, option.factors)), told(option.passing))
+
+        mesh = Mesh(told(self.mesh.axis_names), self.mesh.axis_sizes)
+        options: list[Any] = [[other(option) for option in options] for options in self.options]
+        return replace(self, mesh=mesh, options=options)
 
 
 def choices_on(

@@ -1,8 +1,8 @@
 """One integer program asked again and again with other options forbidden.
 
-The relaxation is solved once; forbidding options afterwards only lowers some upper bounds to zero, so the old basis stays
-dual feasible and the dual simplex method goes on from there in a few pivots (Lemke, 1954).  An answer that is integral
-is the optimum; any other question goes to the full solver.
+The relaxation is solved once; forbidding options afterwards only lowers some upper bounds to zero, so the old basis
+stays dual feasible and the dual simplex method goes on from there in a few pivots (Lemke, 1954).  An answer that is
+integral is the optimum; any other question goes to the full solver.
 """
 
 from __future__ import annotations
@@ -49,15 +49,16 @@ class Resolver:
         Raises :class:`~autopar.errors.PlanError` when no solution was found in time.
         """
         if self._relaxation is not None:
-            solution = self._from_relaxation(banned, time_limit_seconds)
+            solution = self._from_relaxation(*self._relaxation, banned, time_limit_seconds)
             if solution is not None:
                 return solution
         return solve(forbid(self._model, banned), time_limit_seconds=time_limit_seconds)
 
-    def _from_relaxation(self, banned: Banned, time_limit_seconds: float) -> Solution | None:
+    def _from_relaxation(
+        self, solver: Any, starts: list[int], banned: Banned, time_limit_seconds: float
+    ) -> Solution | None:
         import highspy
 
-        solver, starts = self._relaxation
         columns = [column for node, options in banned.items() for column in self._columns(node, options, starts)]
         solver.setOptionValue("time_limit", solver.getRunTime() + time_limit_seconds)
         for column in columns:

@@ -49,6 +49,8 @@ class Task:
     meshes: tuple[Mesh, ...]
     budget_bytes: float
     restriction: Callable[[Mesh], Restriction]
+    batch: tuple[int, ...] = ()
+    """Input positions of batch leaves, after which the axis that cuts them is called; empty: names stay as they are."""
     solver_seconds: float = 60.0
     names: Mapping[int, str] | None = None
     report_progress: Callable[[str], None] = lambda message: None
@@ -100,6 +102,7 @@ def search(task: Task) -> Found:
         task.report_progress(f"laying out on mesh {candidate.choices.mesh}")
         try:
             found, cost = _within_budget(candidate)
+            found = _called_after_batch(candidate, found)
         except _OverBudgetError as error:
             if leanest is None or error.memory.total_bytes < leanest.total_bytes:
                 leanest = error.memory
@@ -201,6 +204,19 @@ def _within_budget(on_mesh: _OnMesh) -> tuple[Found, float]:
         if found.prediction.memory.total_bytes < leanest.total_bytes:
             leanest = found.prediction.memory
     raise _OverBudgetError(leanest)
+
+
+def _called_after_batch(on_mesh: _OnMesh, found: Found) -> Found:
+    """The same stage with the axis that cuts the batch called "data", as people expect; axes' names decide nothing."""
+    graph = on_mesh.task.graph
+    leaves = [graph.values[graph.inputs[position]] for position in on_mesh.task.batch]
+    cutting = [axis for leaf in leaves for axis in found.stage.home(leaf.id, len(leaf.shape)).dims[0]]
+    if not cutting or "data" in cutting:
+        return found
+    exchanged = {"data": cutting[0], cutting[0]: "data"}
+    choices = on_mesh.choices.renamed(exchanged)
+    renamed = replace(on_mesh, choices=choices).complete(replace(on_mesh.solution, options=found.options))
+    return replace(renamed, solver=found.solver, model=found.model)
 
 
 def _byte_model(model: Model, rows: Sequence[MemoryRow]) -> Model:

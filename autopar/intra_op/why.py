@@ -6,13 +6,14 @@ With x* the solution and a* the option that the nodes of a group of parameters t
 
 the same integer program with one option forbidden; everything else may change with it.  Where the runner-up costs the
 same (a cut along another dimension, say) more is asked: what if the group were cut into another number of pieces, and
-into none of those that cost the same?  Both plans are lowered and priced step by step, so the difference can be said by collective and operator.
+into none of those that cost the same?  Both plans are lowered and priced step by step, so the difference can be said by
+collective and operator.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -56,9 +57,9 @@ class Answer(Enum):
 
 @dataclass(frozen=True)
 class CostChange:
-    """What a part of a step takes longer in the other plan: a collective over ``axes``, or (``axes`` empty) an operator.
+    """What a part of a step takes longer in the other plan.
 
-    ``what`` is the kind of the collective or the primitive.
+    ``what`` is the kind of a collective over ``axes``, or the primitive of an operator (``axes`` empty).
     """
 
     what: str
@@ -140,8 +141,9 @@ class _Asked:
         self._cost = model.cost(question.found.options)
         self._open = list(dict.fromkeys(filter(self._has_choice, map(self._classes, groups))))[:MAX_QUESTIONS]
         self._resolver = Resolver(model, frozenset().union(*self._open), self._cost)
-        if model.memory and (free := solve(replace(model, memory=[]), time_limit_seconds=self._slice_seconds)) is not None:
-            self._unlimited = self._stage(free), self._cost - free.cost
+        if model.memory:
+            free = solve(replace(model, memory=[]), time_limit_seconds=self._slice_seconds)
+            self._unlimited = None if free is None else (self._stage(free), self._cost - free.cost)
 
     def _classes(self, group: tuple[int, ...]) -> frozenset[int]:
         found = self._question.found
@@ -238,9 +240,9 @@ class _Asked:
         )
 
 
-def _prices(program: SpmdProgram, question: Question) -> Counter[tuple[str, Axes, str]]:
+def _prices(program: SpmdProgram, question: Question) -> defaultdict[tuple[str, Axes, str], float]:
     """Seconds of a step by (collective or primitive, axes, phase)."""
-    prices: Counter[tuple[str, Axes, str]] = Counter()
+    prices: defaultdict[tuple[str, Axes, str], float] = defaultdict(float)
     for key, seconds in _priced(program, question):
         prices[key] += seconds
     return prices

@@ -112,13 +112,16 @@ def make_step(method: str) -> Step:
     return autopar.parallelize(method=method)(model.train_step)
 
 
-def explain(method: str, step: Step, state: model.TrainState, batch: Any) -> str:
-    """Why the plan is what it is; the shapes of `state` and `batch` suffice."""
+def explain(method: str, step: Step, *shapes: Any) -> str:
+    """Why the plan is what it is, and whether the predictions came true.
+
+    A step that has not been called in this process is explained for `shapes`, a state and a batch (arrays or not).
+    """
     if method == NO_PLAN:
         return "method none: plain jax.jit on one device, nothing was planned"
     import autopar
 
-    return str(autopar.explain(step, state, batch))
+    return str(autopar.explain(step, *shapes))
 
 
 class Interruption:
@@ -262,7 +265,7 @@ def conclude(session: Session, state: model.TrainState, dataset: data.Dataset) -
         prompt = dataset.encode(PROMPT)
         tokens = generate.sample(state.apply_fn, params, prompt, config.sequence, settings.sample_tokens)
         session.console.rule("a sample")
-        session.console.print(dataset.decode(tokens), markup=False, highlight=False)
+        session.console.print(dataset.decode(tokens), markup=False, highlight=False, soft_wrap=True)
         session.console.rule()
 
 
@@ -286,15 +289,17 @@ def run(settings: Settings, console: Console) -> int:
             state = step.init(init_fn, shapes)
         session = Session(settings, console, step, batches, checkpoints)
         state = session.resume(state)
-        with Report(console, settings, int(state.step), settings.batch_size * config.sequence) as report:
+        first = int(state.step)
+        with Report(console, settings, first, settings.batch_size * config.sequence) as report:
             state, complete = train(session, state, report.step)
     if not complete:
         console.print(f"[yellow]interrupted after step {int(state.step)}; the same command goes on from there")
         return INTERRUPTED
     conclude(session, state, dataset)
-    explanation = explain(settings.method, step, state, shapes)
+    called = int(state.step) > first
+    explanation = explain(settings.method, step) if called else explain(settings.method, step, state, shapes)
     (settings.run_dir / "explanation.txt").write_text(explanation + "\n", encoding="utf-8")
-    console.print(explanation, markup=False, highlight=False)
+    console.print(explanation, markup=False, highlight=False, soft_wrap=True)
     return 0
 
 

@@ -1,0 +1,180 @@
+"""Does a planned step compute what the undecorated function computes under ``jax.jit``?
+
+Ten steps in float64: every leaf of the state (parameters and optimizer state) and every metric to 1e-9 of the leaf's
+largest magnitude.  In float32: losses to 1e-5, and the gradients of the first step to 1e-5 in norm per leaf.
+
+The default run takes a sample in which every model meets several methods and every method several models; ``verify``
+takes the whole product.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.cluster import Cluster
+from autopar.plan import Plan
+from benchmarks.models import FAMILIES, build
+from tests.toy_runs import METHODS, batches, eight_slow_devices, leaves_by_path, parallel, precision, reference
+
+STEPS = 10
+RELATIVE = 1e-9
+# A leaf whose true value is zero holds nothing but rounding noise, and noise has no relative error: the bias of
+# attention's keys (softmax does not see what is added to all scores of a row) has a zero gradient, about 1e-18 here.
+# Adam's moments of it are such leaves; the bias itself is driven by noise / (noise + epsilon), 1e-8 in the denominator.
+ABSOLUTE = 1e-12
+
+SAMPLE = (
+    ("gpt", "auto"),
+    ("gpt", "zero3"),
+    ("gpt_scan", "auto"),
+    ("gpt_scan", "zero2"),
+    ("mlp_nnx", "data_parallel"),
+    ("mlp_nnx", "tensor_parallel"),
+    ("llama_nnx", "auto"),
+    ("llama_nnx", "tensor_parallel"),
+)
+PRODUCT = tuple((name, method) for name in FAMILIES for method in METHODS)
+
+
+def worst(reference_leaves: dict[str, np.ndarray], leaves: dict[str, np.ndarray]) -> dict[str, float]:
+    """Per leaf, largest difference over what is allowed; above 1 is wrong."""
+    assert leaves.keys() == reference_leaves.keys()
+    found = {}
+    for path, expected in reference_leaves.items():
+        got = leaves[path]
+        assert got.shape == expected.shape and got.dtype == expected.dtype, path
+        if expected.dtype.kind != "f":
+            np.testing.assert_array_equal(got, expected, err_msg=path)
+            continue
+        allowed = RELATIVE * np.abs(expected).max(initial=0.0) + ABSOLUTE
+        found[path] = float(np.abs(got - expected).max(initial=0.0) / allowed)
+    return {path: error for path, error in found.items() if not error <= 1.0}
+
+
+def is_cut(plan: Plan) -> bool:
+    """Whether any input or operator is shared among devices."""
+    stage = plan.stages[0]
+    return any(layout.axes for layout in plan.in_layouts) or any(
+        axes for strategy in stage.strategies.values() for axes in strategy.factors
+    )
+
+
+def check_float64(name: str, method: str, cluster: Cluster) -> Plan:
+    expected = reference(name, jnp.float64, STEPS)
+    got, plan = parallel(name, jnp.float64, method, cluster, STEPS)
+    assert any(array.dtype == np.float64 for array in expected.state.values())
+    assert worst(expected.state, got.state) == {}
+    assert len(got.metrics) == STEPS
+    for ours, theirs in zip(got.metrics, expected.metrics, strict=True):
+        assert worst(theirs, ours) == {}
+    return plan
+
+
+@pytest.mark.parametrize(("name", "method"), SAMPLE)
+def test_float64_state_and_metrics_over_ten_steps(name: str, method: str) -> None:
+    assert is_cut(check_float64(name, method, eight_slow_devices()))
+
+
+def test_float64_on_this_machines_own_figures() -> None:
+    check_float64("mlp_nnx", "auto", Cluster.local())
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("cluster", ["slow", "local"])
+@pytest.mark.parametrize(("name", "method"), PRODUCT)
+def test_float64_of_every_model_and_method(name: str, method: str, cluster: str) -> None:
+    check_float64(name, method, eight_slow_devices() if cluster == "slow" else Cluster.local())
+
+
+# ------------------------------------------------------------------------------------------------------------- float32
+
+
+def gradients_of(name: str, method: str | None) -> tuple[dict[str, np.ndarray], float]:
+    """First-step gradients and loss, through a step that is plain gradient descent with rate 1 on the loss.
+
+    A model's own step hides its gradients behind Adam, so they are taken from the parameters' derivative of the loss
+    that the step reports.
+    """
+    model = build(name, dtype=jnp.float32)
+
+    def gradient_step(state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+        moving, still, rebuild = split_floats(state)
+
+        def loss(floats: Any) -> jax.Array:
+            return model.train_step(rebuild(floats, still), batch)[1]["loss"]
+
+        value, gradients = jax.value_and_grad(loss)(moving)
+        return rebuild(gradients, still), {"loss": value}
+
+    batch = next(batches(model, 1))
+    state = jax.jit(model.make_state)()
+    step = (
+        jax.jit(gradient_step)
+        if method is None
+        else autopar.parallelize(method=method, cluster=eight_slow_devices())(gradient_step)
+    )
+    out, metrics = step(state, batch)
+    return leaves_by_path(out), float(metrics["loss"])
+
+
+def split_floats(state: Any) -> tuple[list[Any], list[Any], Any]:
+    """Floating leaves, the others, and how to put them together again."""
+    leaves, tree = jax.tree.flatten(state)
+    is_float = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
+
+    def rebuild(floats: list[Any], others: list[Any]) -> Any:
+        first, second = iter(floats), iter(others)
+        return jax.tree.unflatten(tree, [next(first) if yes else next(second) for yes in is_float])
+
+    floats = [leaf for leaf, yes in zip(leaves, is_float, strict=True) if yes]
+    return floats, [leaf for leaf, yes in zip(leaves, is_float, strict=True) if not yes], rebuild
+
+
+def check_float32_gradients(name: str, method: str) -> None:
+    with precision(jnp.float32):
+        expected, expected_loss = gradients_of(name, None)
+        got, loss = gradients_of(name, method)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    total = np.sqrt(sum(np.linalg.norm(array) ** 2 for array in expected.values() if array.dtype.kind == "f"))
+    assert total > 0.1
+    for path, array in expected.items():
+        if array.dtype.kind != "f":
+            continue
+        # 1e-7 of the whole gradient is the floor for leaves whose true gradient is zero (see ABSOLUTE).
+        allowed = 1e-5 * np.linalg.norm(array) + 1e-7 * total
+        assert np.linalg.norm(got[path] - array) <= allowed, path
+
+
+def check_float32_losses(name: str, method: str) -> None:
+    expected = reference(name, jnp.float32, STEPS)
+    got, _ = parallel(name, jnp.float32, method, eight_slow_devices(), STEPS)
+    losses = [float(metrics["['loss']"]) for metrics in got.metrics]
+    np.testing.assert_allclose(losses, [float(metrics["['loss']"]) for metrics in expected.metrics], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "method"), [("gpt", "tensor_parallel"), ("mlp_nnx", "auto")])
+def test_float32_gradients_of_the_first_step(name: str, method: str) -> None:
+    check_float32_gradients(name, method)
+
+
+@pytest.mark.parametrize(("name", "method"), [("mlp_nnx", "zero3")])
+def test_float32_losses(name: str, method: str) -> None:
+    check_float32_losses(name, method)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize(("name", "method"), PRODUCT)
+def test_float32_gradients_of_every_model_and_method(name: str, method: str) -> None:
+    check_float32_gradients(name, method)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize(("name", "method"), PRODUCT)
+def test_float32_losses_of_every_model_and_method(name: str, method: str) -> None:
+    check_float32_losses(name, method)
