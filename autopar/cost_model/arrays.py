@@ -342,8 +342,17 @@ class _Builder:
             # A transposed matrix is read as such; of more dimensions a copy is made.
             if long != sorted(long) and (len(shape) > 2 or batch[side]):
                 node = self._relayout(node, order)
+            elif len(shape) > len(batch[side]) + 2:
+                node = self._once((node, "matrix"), partial(self._renamed, node))
             inputs.append(node)
-        self._computed(Form.KERNEL, tuple(inputs), step)
+        number, fresh = self._computed(Form.KERNEL, tuple(inputs), step)
+        if len(self._shape(step.results[0])) > len(batch[0]) + 2:
+            self.at[step.results[0]] = self._once((number, "array"), partial(self._renamed, number))
+
+    def _renamed(self, node: int) -> int:
+        """The same bytes with dimensions merged or split."""
+        old = self.arrays.nodes[node]
+        return self._add(Form.RENAME, (node,), old.size_bytes, old.tenant, old.value, old.source)
 
     def _computed(self, form: Form, inputs: tuple[int, ...], step: Run) -> tuple[int, bool]:
         """The node of an operator's result, and whether it is new: equal work is done once, as XLA sees to it."""

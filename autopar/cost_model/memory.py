@@ -47,6 +47,7 @@ class Kernels:
 def _kernels(arrays: Arrays, reductions_read_memory: bool) -> Kernels:
     nodes = arrays.nodes
     real = _with_buffers(arrays, reductions_read_memory)
+    stands = _standing_renames(nodes)
     count = len(nodes)
     reads: dict[int, frozenset[int]] = {}
     overwrites: dict[int, frozenset[int]] = {}
@@ -73,6 +74,8 @@ def _kernels(arrays: Arrays, reductions_read_memory: bool) -> Kernels:
             view[number] = frozenset().union(*[view[i] for i in node.inputs])
             seen[number] = seen[source] | view[number] if len(node.inputs) > 1 else seen[source]
             equal[number] = equal[source]
+            if number in stands and source in owner and len(node.inputs) == 1:
+                reads[number], view[number] = view[number], frozenset((number,))
             continue
         owner[number] = number
         own = frozenset((number,))
@@ -88,6 +91,18 @@ def _kernels(arrays: Arrays, reductions_read_memory: bool) -> Kernels:
             overwrites[number] = view[node.inputs[0]] if node.form is Form.IN_PLACE and node.inputs else frozenset()
             seen[number] = equal[number] = own
     return Kernels(nodes, reads, overwrites, owner)
+
+
+def _standing_renames(nodes: list[Node]) -> set[int]:
+    """Changes of shape that are steps of their own: no kernel that makes the array can make it in the new shape."""
+    users = Counter(i for node in nodes for i in set(node.inputs))
+    return {
+        number
+        for number, node in enumerate(nodes)
+        if node.form is Form.RENAME
+        and nodes[node.inputs[0]].form is not Form.RENAME
+        and not (nodes[node.inputs[0]].form in FUSED and users[node.inputs[0]] == 1)
+    }
 
 
 def _equal(node: Node, seen: list[frozenset[int]], equal: list[frozenset[int]]) -> frozenset[int]:
@@ -260,7 +275,7 @@ def _claims(
     for given, successor in pairs:
         size = kernels.nodes[given].size_bytes
         safe = all(
-            (given in kernels.overwrites[successor]) if reader == successor else before(reader, successor)
+            (given in kernels.overwrites.get(successor, ())) if reader == successor else before(reader, successor)
             for reader in readers.get(given, ())
         )
         if not safe:
@@ -286,11 +301,11 @@ def _buffers(kernels: Kernels, position: dict[int, int], end: dict[int, int], fi
     found: dict[int, Tenancy] = {}
     for number in sorted(kernels.reads, key=position.__getitem__):
         node = kernels.nodes[number]
-        if node.form is Form.LOOP or number in fixed:
+        if node.form in (Form.LOOP, Form.RENAME) or number in fixed:
             continue
         now = position[number]
         stop = max(end.get(number, now), now)
-        for read in kernels.overwrites[number]:
+        for read in kernels.overwrites.get(number, ()):
             old = found.get(kernels.owner.get(read, read))
             if old is not None and old.end == now and old.size_bytes == node.size_bytes:
                 old.end = stop

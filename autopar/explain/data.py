@@ -148,8 +148,8 @@ class Parameter:
 class OperatorUse:
     """Alike operators: ``count`` runs a step, ``flops`` and ``seconds`` on one device, all runs together.
 
-    ``equation`` names the dimensions by letters; ``strategy`` says how they are cut; ``repeated_over`` are the mesh axes
-    along which the devices do the same work over again, ``uncut_sizes`` those of dimensions that could be cut yet.
+    ``equation`` names the dimensions by letters; ``strategy`` says how they are cut; ``repeated_over`` are the mesh
+    axes along which the devices do the same work over again, ``uncut_sizes`` those of dimensions that could be cut yet.
     ``covered`` is False where no rule says how to cut it, although it handles more than single elements.
     """
 

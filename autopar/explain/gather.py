@@ -271,8 +271,8 @@ def _notes(case: _Case, whys: tuple[Why, ...]) -> tuple[str, ...]:
     notes = []
     if case.found is None:
         notes.append(
-            "This plan was loaded, so the planner's records are not at hand and no runner-ups are given; to see them, let "
-            "autopar.explain(train_step, *arguments, method=…) plan again."
+            "This plan was loaded, so the planner's records are not at hand and no runner-ups are given; to see them, "
+            "let autopar.explain(train_step, *arguments, method=…) plan again."
         )
     if _is_of_other_sizes(case):
         notes.append("The plan was carried over from other sizes; the runner-ups' seconds are of those.")

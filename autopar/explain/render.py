@@ -114,10 +114,6 @@ def _memory_table(e: Explanation) -> Table:
         f"in all{over}", bytes_text(memory.total_bytes), _share(memory.total_bytes, memory.budget_bytes), style="bold"
     )
     table.add_row("budget", bytes_text(memory.budget_bytes), "")
-    for name, size in memory.largest[:MOST_TENANTS]:
-        table.add_row(
-            Text(f"largest: {slashed(name)}", style="dim"), bytes_text(size), _share(size, memory.budget_bytes)
-        )
     if e.measured is not None:
         table.add_row(
             "XLA's account",
@@ -230,7 +226,10 @@ def _collective_table(e: Explanation) -> Table:
 
 
 def _remarks(e: Explanation) -> Iterator[RenderableType]:
-    """What is worth a line: gaps in the rules, repeated work, padding, how the plan was found."""
+    """What is worth a line: large arrays, gaps in the rules, repeated work, padding, how the plan was found."""
+    largest = [f"{slashed(name)} {bytes_text(size)}" for name, size in e.memory.largest[:MOST_TENANTS]]
+    if largest:
+        yield _remark("largest", ", ".join(largest))
     for row in e.uncovered[:MOST_ROWS]:
         yield _remark(
             "no rule",

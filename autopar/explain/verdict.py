@@ -40,7 +40,7 @@ def _batch_text(leaves: Sequence[Leaf], plan: Plan) -> str:
     batch = [leaf for leaf in leaves if leaf.kind is LeafKind.BATCH and leaf.shape]
     if not batch:
         return ""
-    layout = max(batch, key=lambda leaf: leaf.whole_bytes).layout
+    ((layout, _),) = Counter(leaf.use_layout or leaf.layout for leaf in batch).most_common(1)
     if not layout.axes:
         return "batch whole on every device"
     places = [

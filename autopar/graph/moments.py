@@ -1,8 +1,8 @@
 """The critical moments of a program: when, in its own order, do the most bytes live, and whose are they?
 
 Each moment becomes a memory row of the integer program: bytes of whole arrays here, scaled there by the share that
-a layout leaves on a device.  Inputs live throughout (a donated state's output takes over its memory); any other value that
-the fusion model gives a buffer lives from its operator to the end of the last kernel that reads it.  A loop counts what
+a layout leaves on a device.  Inputs live throughout (a donated state's output takes over its memory); any other value
+that the fusion model gives a buffer lives from its operator to the end of the last kernel that reads it.  A loop counts what
 lives inside its body at the body's own critical moments.
 """
 

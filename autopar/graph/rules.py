@@ -391,21 +391,46 @@ def _windows(equation: JaxprEqn) -> Rule:
     return _aligned(equation, whole)
 
 
-def _convolution(equation: JaxprEqn) -> Rule | None:
-    """Grouped: features mix within groups only, which a piece without its group's number cannot know."""
+def _convolution(equation: JaxprEqn) -> Rule:
+    """Batch, input features (summed) and output features; image dimensions would need their neighbours' rows.
+
+    Grouped features mix within groups only, which a piece without its group's number cannot know, so only the batch is
+    cut then.  Shardy is not asked: it lets a padded image dimension be summed in pieces.
+    """
     p = equation.params
-    if p["feature_group_count"] == p["batch_group_count"] == 1:
-        return None
-    factoring = Factoring()
-    image, kernel = (factoring.dims(_shape(var), Mark.BLOCKED) for var in equation.invars)
-    result = factoring.dims(_shape(equation.outvars[0]), Mark.BLOCKED)
+    numbers = p["dimension_numbers"]
+    image, kernel, result = (_shape(var) for var in (*equation.invars, *equation.outvars))
+    factors: list[Factor] = []
+
+    def factor(size: int, kind: FactorKind) -> tuple[int, ...]:
+        if size == 1:
+            return ()
+        factors.append(Factor(size, kind))
+        return (len(factors) - 1,)
+
+    ungrouped = p["feature_group_count"] == p["batch_group_count"] == 1
+    parallel = FactorKind.PARALLEL if ungrouped else FactorKind.BLOCKED
+    summed = FactorKind.SUM if ungrouped else FactorKind.BLOCKED
+    by_batch = FactorKind.PARALLEL if p["batch_group_count"] == 1 else FactorKind.BLOCKED
+    batch = factor(image[numbers.lhs_spec[0]], by_batch)
+    inward = factor(image[numbers.lhs_spec[1]], summed)
+    outward = factor(kernel[numbers.rhs_spec[0]], parallel)
+
+    def mapping(shape: Shape, named: Mapping[int, tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        blocked = FactorKind.BLOCKED
+        return tuple(named[dim] if dim in named else factor(extent, blocked) for dim, extent in enumerate(shape))
+
+    image_map = mapping(image, {numbers.lhs_spec[0]: batch, numbers.lhs_spec[1]: inward})
+    kernel_names = {numbers.rhs_spec[0]: outward}
+    result_names: dict[int, tuple[int, ...]] = {}
+    if ungrouped:
+        kernel_names[numbers.rhs_spec[1]] = inward
+        result_names[numbers.out_spec[1]] = outward
     if p["batch_group_count"] == 1:
-        numbers = p["dimension_numbers"]
-        image_batch, result_batch = numbers.lhs_spec[0], numbers.out_spec[0]
-        batch = factoring.dims((_shape(equation.invars[0])[image_batch],))
-        image = image[:image_batch] + batch + image[image_batch + 1 :]
-        result = result[:result_batch] + batch + result[result_batch + 1 :]
-    return factoring.rule([image, kernel], [result])
+        result_names[numbers.out_spec[0]] = batch
+    kernel_map = mapping(kernel, kernel_names)
+    result_map = mapping(result, result_names)
+    return Rule(tuple(factors), (image_map, kernel_map), (result_map,))
 
 
 TABLE: Mapping[str, Row] = {

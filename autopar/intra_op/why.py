@@ -72,15 +72,14 @@ class CostChange:
 class Alternative:
     """The best plan in which the group lies otherwise.
 
-    ``extra_seconds`` is the difference of the objectives, ``changes`` where the predictions differ (largest first; they
-    sum to ``predicted_extra_seconds``), ``extra_state_bytes`` what a device holds more at rest, ``moved`` the other
+    ``extra_seconds`` is the difference of the objectives; ``changes`` are where the predictions differ, largest first,
+    or empty where the plan costs the same; ``extra_state_bytes`` is what a device holds more at rest, ``moved`` the other
     inputs of the program that lie otherwise with it.
     """
 
     layout: Layout
     copy: Layout | None
     extra_seconds: float
-    predicted_extra_seconds: float
     changes: tuple[CostChange, ...]
     extra_state_bytes: int
     moved: tuple[int, ...]
@@ -132,6 +131,7 @@ class _Asked:
         self._question = question
         self._deadline = time.monotonic() + time_limit_seconds
         self._slice_seconds = MOST_TIME_SHARE * time_limit_seconds
+        self._same = SAME_SHARE * question.found.prediction.step_seconds
         self._known: dict[frozenset[int], Why] = {}
         self._prices = _prices(question.found.program, question)
         self._unlimited: tuple[Stage, float] | None = None
@@ -172,9 +172,8 @@ class _Asked:
         if solution is None:
             return self._limited(Why(group, Answer.NO_TIME))
         alternatives = [self._alternative(group, solution)]
-        same = SAME_SHARE * found.prediction.step_seconds
         pieces = {shares(found.stage.homes[group[0]], found.choices.mesh)}
-        while alternatives[-1].extra_seconds < same and len(alternatives) < MOST_ALTERNATIVES:
+        while alternatives[-1].extra_seconds < self._same and len(alternatives) < MOST_ALTERNATIVES:
             if len(alternatives) > 1:
                 pieces.add(shares(alternatives[-1].layout, found.choices.mesh))
             solution = self._solve({number: self._cut_into(pieces, number) for number in classes})
@@ -217,27 +216,35 @@ class _Asked:
     def _alternative(self, group: tuple[int, ...], solution: Solution) -> Alternative:
         question = self._question
         stage = self._stage(solution)
-        layouts = output_layouts(question.graph, stage, question.state_pairs)
-        program = lower(question.graph, stage, layouts)
-        prices = _prices(program, question)
-        differences = {key: prices[key] - self._prices[key] for key in prices.keys() | self._prices.keys()}
-        changes = [CostChange(*key, seconds) for key, seconds in differences.items() if seconds]
-        changes.sort(key=lambda change: (-abs(change.seconds), change.what, change.axes, change.phase))
-        mine = set(group)
-        moved = tuple(
-            v
-            for v in question.graph.inputs
-            if v not in mine and stage.homes.get(v) != question.found.stage.homes.get(v)
-        )
+        extra = solution.cost - self._cost
+        # Lowering and pricing a plan takes longer than finding it, and where nothing differs there is nothing to say.
+        changes = () if abs(extra) < self._same else self._changes(stage)
+        before, mesh = question.found.stage, stage.mesh
+        held = 0
+        others = []
+        for value in question.graph.inputs:
+            array = question.graph.values[value]
+            now, then = (plan.home(value, len(array.shape)) for plan in (stage, before))
+            if now != then:
+                held += array.size_bytes // shares(now, mesh) - array.size_bytes // shares(then, mesh)
+                others.append(value)
         return Alternative(
             layout=stage.homes[group[0]],
             copy=stage.copies.get(group[0]),
-            extra_seconds=solution.cost - self._cost,
-            predicted_extra_seconds=sum(differences.values()),
-            changes=tuple(changes),
-            extra_state_bytes=_input_bytes(program) - _input_bytes(question.found.program),
-            moved=moved,
+            extra_seconds=extra,
+            changes=changes,
+            extra_state_bytes=held,
+            moved=tuple(value for value in others if value not in group),
         )
+
+    def _changes(self, stage: Stage) -> tuple[CostChange, ...]:
+        """Where another plan is predicted to spend more or less, largest first."""
+        question = self._question
+        layouts = output_layouts(question.graph, stage, question.state_pairs)
+        prices = _prices(lower(question.graph, stage, layouts), question)
+        differences = {key: prices[key] - self._prices[key] for key in prices.keys() | self._prices.keys()}
+        changes = [CostChange(*key, seconds) for key, seconds in differences.items() if seconds]
+        return tuple(sorted(changes, key=lambda c: (-abs(c.seconds), c.what, c.axes, c.phase)))
 
 
 def _prices(program: SpmdProgram, question: Question) -> defaultdict[tuple[str, Axes, str], float]:
@@ -253,11 +260,3 @@ def _priced(program: SpmdProgram, question: Question) -> Iterator[tuple[tuple[st
         yield (run.operator.primitive, (), run.operator.phase.value), run.seconds
     for use in collectives_of(program, question.cluster):
         yield (use.kind, use.axes, use.phase), use.seconds
-
-
-def _input_bytes(program: SpmdProgram) -> int:
-    """Bytes of the inputs on one device."""
-    sizes = (
-        (program.values[buffer.value].size_bytes, shares(buffer.layout, program.mesh)) for buffer in program.inputs
-    )
-    return sum(size // pieces for size, pieces in sizes)
