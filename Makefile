@@ -37,7 +37,7 @@ $(VENV)/.made:
 
 # One stamp per extra, so that `make demo` does not wait for mypy, nor `make lint` twice for anything.
 $(VENV)/.with-%: $(VENV)/.made pyproject.toml $(CONSTRAINTS)
-	@echo "set-up: autopar[$(subst -,$(comma),$*)] with the versions of $(CONSTRAINTS) (once; about a minute the first time)"
+	@echo "set-up: autopar[$(subst -,$(comma),$*)] with the versions of $(CONSTRAINTS) (once; one or two minutes if all must be fetched)"
 	@started=$$(date +%s); $(BIN)/python -m pip install $(PIP_FLAGS) -e '.[$(subst -,$(comma),$*)]' -c $(CONSTRAINTS) && \
 	  echo "set-up: done in $$(($$(date +%s) - started)) s"
 	@touch $@

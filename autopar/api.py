@@ -88,6 +88,7 @@ class Parallelized:
         self._options = options
         self._subjects: dict[Hashable, Subjected] = {}
         self._compiled: dict[Hashable, Compiled] = {}
+        self._quick: dict[Hashable, Compiled] = {}
         self._planned: dict[tuple[str, Cluster, Hashable], tuple[Plan, Found | None]] = {}
         self._in_use: Plan | None = None
         self._last: Compiled | None = None
@@ -96,13 +97,35 @@ class Parallelized:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step; the first call with new shapes traces, plans and compiles."""
-        call = self._flatten(args, kwargs)
-        self._refuse_tracers(call)
-        key = _key_of(call)
-        if (compiled := self._compiled.get(key)) is None:
-            compiled = self._compiled[key] = self._compile(args, kwargs, key, self.cluster, None)
+        leaves, quick_key = self._quickly(args, kwargs)
+        if (compiled := self._quick.get(quick_key)) is None:
+            call = self._flatten(args, kwargs)
+            self._refuse_tracers(call)
+            leaves, key = list(call.leaves), _key_of(call)
+            if (compiled := self._compiled.get(key)) is None:
+                compiled = self._compiled[key] = self._compile(args, kwargs, key, self.cluster, None)
+            if quick_key is not None:
+                self._quick[quick_key] = compiled
         self._last = compiled
-        return compiled.run(list(call.leaves))
+        return compiled.run(leaves)
+
+    def _quickly(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], Hashable]:
+        """Leaves and a key that costs no paths; None as the key where only the careful way will do.
+
+        Equal treedefs, shapes and dtypes imply equal paths, so a hit is right; a miss (a state that was built anew has
+        an unequal treedef) only means that the careful key decides.
+        """
+        if self._options.static_argnums or self._options.static_argnames:
+            return [], None
+        leaves, tree = tree_util.tree_flatten((args, kwargs))
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return [], None
+        try:
+            key = (tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+            hash(key)
+        except (AttributeError, TypeError):
+            return [], None
+        return leaves, key
 
     def plan(
         self, *args: Any, cluster: Cluster | None = None, method: str | Method | None = None, **kwargs: Any
@@ -126,6 +149,7 @@ class Parallelized:
             )
         self._in_use = plan
         self._compiled.clear()
+        self._quick.clear()
 
     def init(self, init_fn: Callable[[], Any], *rest: Any, **kwargs: Any) -> Any:
         """The first state, born in the plan's layouts: no device ever holds the whole of it.
@@ -230,8 +254,8 @@ class Parallelized:
         )
         if traced is not None:
             raise TraceError(
-                f"{self._name} is a whole program over a cluster and cannot run inside jit, grad or vmap ({traced} is a "
-                "tracer). Apply the transformation inside the function that you give to autopar.parallelize."
+                f"{self._name} is a whole program over a cluster and cannot run inside jit, grad or vmap "
+                f"({traced} is a tracer). Apply the transformation inside the function that you give to autopar.parallelize."
             )
 
     def _subject(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], platform: str) -> Subjected:
@@ -302,7 +326,7 @@ class Parallelized:
 def _check_fits(plan: Plan, subject: Subjected, cluster: Cluster) -> None:
     if plan.num_devices != cluster.num_devices:
         raise PlanError(
-            f"the plan is for {plan.num_devices} devices of {plan.cluster}, and {cluster.name} has {cluster.num_devices}; "
+            f"the plan is for {plan.num_devices} devices of {plan.cluster}, {cluster.name} has {cluster.num_devices}; "
             "plan again for this cluster"
         )
     if plan.fingerprint != subject.fingerprint:
@@ -327,11 +351,13 @@ def _born_sharded(traced: TracedProgram, layouts: tuple[Any, ...], plan: Plan, c
 
 def _key_of(call: Call) -> Hashable:
     """Paths, shapes and dtypes of the leaves and the static arguments: what a plan depends on, never treedefs."""
-    leaves = tuple(
-        (path, jax.typeof(leaf).str_short() if hasattr(leaf, "dtype") else type(leaf).__name__)
-        for path, leaf in zip(call.paths, call.leaves, strict=True)
-    )
-    return leaves, call.static
+    return tuple(zip(call.paths, map(_type_of, call.leaves), strict=True)), call.static
+
+
+def _type_of(leaf: Any) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype; a Python scalar counts as the array that JAX makes of it."""
+    typed = leaf if hasattr(leaf, "dtype") else jax.typeof(leaf)
+    return tuple(typed.shape), str(typed.dtype)
 
 
 def _hashable(demands: Demands) -> Hashable:

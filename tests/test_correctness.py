@@ -24,10 +24,10 @@ from tests.toy_runs import METHODS, batches, eight_slow_devices, leaves_by_path,
 
 STEPS = 10
 RELATIVE = 1e-9
-# A leaf whose true value is zero holds nothing but rounding noise, and noise has no relative error: the bias of
-# attention's keys (softmax does not see what is added to all scores of a row) has a zero gradient, about 1e-18 here.
-# Adam's moments of it are such leaves; the bias itself is driven by noise / (noise + epsilon), 1e-8 in the denominator.
-ABSOLUTE = 1e-12
+# What is truly zero holds only rounding noise, and noise has no relative error. Softmax does not see what is added to all
+# scores of a row, so attention's key biases have a zero gradient: about 1e-18 in float64. Adam divides it by its epsilon,
+# 1e-8, and moves the bias by the rate, 1e-2, times that in each of ten steps: 1e-11. No other leaf is given this grace.
+NOISE_PATH, NOISE = "['key']['bias']", 1e-11
 
 SAMPLE = (
     ("gpt", "auto"),
@@ -42,19 +42,21 @@ SAMPLE = (
 PRODUCT = tuple((name, method) for name in FAMILIES for method in METHODS)
 
 
-def worst(reference_leaves: dict[str, np.ndarray], leaves: dict[str, np.ndarray]) -> dict[str, float]:
-    """Per leaf, largest difference over what is allowed; above 1 is wrong."""
+def wrong_leaves(reference_leaves: dict[str, np.ndarray], leaves: dict[str, np.ndarray]) -> dict[str, str]:
+    """The leaves that differ by more than is allowed."""
     assert leaves.keys() == reference_leaves.keys()
-    found = {}
+    found: dict[str, str] = {}
     for path, expected in reference_leaves.items():
         got = leaves[path]
         assert got.shape == expected.shape and got.dtype == expected.dtype, path
         if expected.dtype.kind != "f":
             np.testing.assert_array_equal(got, expected, err_msg=path)
             continue
-        allowed = RELATIVE * np.abs(expected).max(initial=0.0) + ABSOLUTE
-        found[path] = float(np.abs(got - expected).max(initial=0.0) / allowed)
-    return {path: error for path, error in found.items() if not error <= 1.0}
+        allowed = RELATIVE * np.abs(expected).max(initial=0.0) + (NOISE if NOISE_PATH in path else 0.0)
+        error = np.abs(got - expected).max(initial=0.0)
+        if not error <= allowed:
+            found[path] = f"differs by {error:.1e}, allowed are {allowed:.1e}"
+    return found
 
 
 def is_cut(plan: Plan) -> bool:
@@ -69,10 +71,10 @@ def check_float64(name: str, method: str, cluster: Cluster) -> Plan:
     expected = reference(name, jnp.float64, STEPS)
     got, plan = parallel(name, jnp.float64, method, cluster, STEPS)
     assert any(array.dtype == np.float64 for array in expected.state.values())
-    assert worst(expected.state, got.state) == {}
+    assert wrong_leaves(expected.state, got.state) == {}
     assert len(got.metrics) == STEPS
     for ours, theirs in zip(got.metrics, expected.metrics, strict=True):
-        assert worst(theirs, ours) == {}
+        assert wrong_leaves(theirs, ours) == {}
     return plan
 
 
@@ -146,7 +148,7 @@ def check_float32_gradients(name: str, method: str) -> None:
     for path, array in expected.items():
         if array.dtype.kind != "f":
             continue
-        # 1e-7 of the whole gradient is the floor for leaves whose true gradient is zero (see ABSOLUTE).
+        # 1e-7 of the whole gradient is the floor for leaves whose true gradient is zero (see NOISE).
         allowed = 1e-5 * np.linalg.norm(array) + 1e-7 * total
         assert np.linalg.norm(got[path] - array) <= allowed, path
 

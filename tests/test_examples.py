@@ -306,7 +306,7 @@ def test_the_script_trains_then_finds_nothing_left_and_refuses_another_model(tmp
         )
         texts.append(output.getvalue())
     assert "step     2   loss" in texts[0] and "resumed" not in texts[0]
-    assert "resumed after step 2, 8 examples into the data" in texts[1] and "step     2" not in texts[1]
+    assert "resumed after step 2, 8 examples into the data" in texts[1] and "all 2 steps are done" in texts[1]
     validation = [line for text in texts for line in text.splitlines() if "validation loss" in line]
     assert len(validation) == 2 and validation[0] == validation[1]
     assert "plain jax.jit" in (settings.run_dir / "explanation.txt").read_text()

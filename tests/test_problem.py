@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -126,11 +127,24 @@ def _cost_of(drawn: tuple[float, float]) -> Cluster:
 CLUSTERS = st.tuples(st.sampled_from([0.01, 1.0, 100.0]), st.sampled_from([0.0, 1e-6, 1e-4])).map(_cost_of)
 
 
-@settings(max_examples=120)
+Program = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+@settings(max_examples=40)
 @given(programs(), CLUSTERS, st.sampled_from([PAIR, PAIR, SQUARE]))
-def test_the_optimum_is_that_of_trying_all_plans(
-    program: tuple[Callable[..., Any], tuple[Any, ...]], cluster: Cluster, mesh: Mesh
-) -> None:
+def test_the_optimum_is_that_of_trying_all_plans(program: Program, cluster: Cluster, mesh: Mesh) -> None:
+    check_program(program, cluster, mesh)
+
+
+@pytest.mark.verify
+@settings(max_examples=400)
+@given(programs(), CLUSTERS, st.sampled_from([PAIR, SQUARE]))
+def test_the_optimum_is_that_of_trying_all_plans_of_many_more(program: Program, cluster: Cluster, mesh: Mesh) -> None:
+    check_program(program, cluster, mesh)
+
+
+def check_program(program: Program, cluster: Cluster, mesh: Mesh) -> None:
+    """On ``mesh``, or on two devices where there are too many plans to try; some programs are too large for that too."""
     function, arguments = program
     traced = trace(function, arguments, {})
     pairs = infer_roles(traced, batch_argnums=()).state_pairs
@@ -144,9 +158,9 @@ def mlp_step(w: Any, x: Any, y: Any) -> Any:
     return w - 0.1 * gradient, loss
 
 
-def tied_step(w: Any, x: Any) -> Any:
-    """The gradient is a sum of two sums."""
-    return w - jax.grad(lambda w: jnp.sum((x @ w) @ w.T))(w)
+def sum_of_sums(w: Any, a: Any, b: Any) -> Any:
+    """Two products may stay partial until they are added, and one copy of the matrix serves both."""
+    return jnp.tanh(a @ w + b @ w)
 
 
 def lookup_step(table: Any, places: Any) -> Any:
@@ -159,7 +173,7 @@ def array(*shape: int, dtype: Any = np.float32) -> jax.ShapeDtypeStruct:
 
 NAMED: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "mlp": (mlp_step, (array(32, 64), array(8, 32), array(8, 64))),
-    "tied": (tied_step, (array(32, 64), array(8, 32))),
+    "sum_of_sums": (sum_of_sums, (array(32, 64), array(8, 32), array(8, 32))),
     "lookup": (lookup_step, (array(64, 32), array(8, dtype=np.int32))),
     "softmax": (lambda x, w: jax.nn.softmax(x @ w), (array(8, 32), array(32, 64))),
 }
@@ -182,13 +196,14 @@ def test_the_named_steps_hold_partial_sums_and_copies() -> None:
     for name, (function, arguments) in NAMED.items():
         graph = build_graph(trace(function, arguments, {}).jaxpr, platform="cuda")
         problems[name] = state_problem(graph, ())
-    assert any(isinstance(node, ValueNode) and node.may_be_partial for node in problems["tied"].nodes)
-    assert problems["tied"].copy_of_value
+    assert any(isinstance(node, ValueNode) and node.may_be_partial for node in problems["sum_of_sums"].nodes)
+    assert problems["sum_of_sums"].copy_of_value
 
 
 # ----------------------------------------------------------------------------------------------- a model with layers
 
 
+@functools.cache
 def gpt_problem(layers: int) -> tuple[Graph, Problem, tuple[tuple[int, int], ...]]:
     config = GPTConfig(layers=layers, hidden=16, heads=4, sequence=8, vocab_size=32)
     state = jax.eval_shape(lambda: create_state(jax.random.key(0), config, OptimizerConfig()))
@@ -201,7 +216,7 @@ def gpt_problem(layers: int) -> tuple[Graph, Problem, tuple[tuple[int, int], ...
 
 @pytest.mark.parametrize(("speed", "mesh"), [(1.0, SQUARE), (100.0, PAIR)])
 def test_merging_like_nodes_does_not_change_the_optimum(speed: float, mesh: Mesh) -> None:
-    _, problem, _ = gpt_problem(4)
+    _, problem, _ = gpt_problem(3)
     cluster = cluster_of(speed, 1e-6)
     merged = choices_on(problem, merge_alike(problem, {}), mesh, cluster, {})
     alone = choices_on(problem, each_alone(problem), mesh, cluster, {})
@@ -237,7 +252,7 @@ def test_a_quotient_prices_a_choice_as_its_members_do() -> None:
 
 
 def test_demands_keep_like_nodes_apart() -> None:
-    _, problem, _ = gpt_problem(4)
+    _, problem, _ = gpt_problem(2)
     members = max(merge_alike(problem, {}).members, key=len)
     quotient = merge_alike(problem, {members[0]: "something"})
     assert (members[0],) in quotient.members

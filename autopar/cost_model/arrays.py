@@ -102,9 +102,16 @@ class Arrays:
     pairs: tuple[tuple[int, int], ...] = ()
 
 
-def arrays_of(program: SpmdProgram, pairs: tuple[tuple[int, int], ...], platform: str) -> Arrays:
-    """The nodes of a program; ``pairs`` are its donated inputs and the outputs that take their place."""
+def arrays_of(
+    program: SpmdProgram, pairs: tuple[tuple[int, int], ...], platform: str, sliced_from: int | None = None
+) -> Arrays:
+    """The nodes of a program; ``pairs`` are its donated inputs and the outputs that take their place.
+
+    In the body of a scan the inputs from position ``sliced_from`` on are slices that the body itself takes.
+    """
     builder = _Builder(program, platform)
+    for buffer in program.inputs[len(program.inputs) if sliced_from is None else sliced_from :]:
+        builder.at[buffer] = builder.slice_of(builder.at[buffer])
     for step in program.steps:
         if isinstance(step, Reshard):
             builder.reshard(step)
@@ -196,6 +203,11 @@ class _Builder:
             (node, order), lambda: self._add(Form.CHEAP, (node,), old.size_bytes, old.tenant, old.value, old.source)
         )
 
+    def slice_of(self, node: int) -> int:
+        """One trip's slice of a stacked array."""
+        old = self.arrays.nodes[node]
+        return self._add(Form.CHEAP, (node,), old.size_bytes, old.tenant, old.value, old.source)
+
     # --- collectives ---
 
     def reshard(self, step: Reshard) -> None:
@@ -283,6 +295,8 @@ class _Builder:
             return
         node = self.arrays.nodes[number]
         node.elementwise = elementwise
+        if operator.primitive == "div" and len(inputs) == 2 and self.arrays.nodes[inputs[1]].widens:
+            node.form = Form.CHEAP  # XLA multiplies by the inverse of what is broadcast.
         given = [self.arrays.nodes[i] for i in set(inputs)]
         large = [other.size_bytes for other in given if not other.widens and other.size_bytes >= node.size_bytes]
         node.unary = len(large) <= 1 or sum(other.size_bytes for other in given) <= node.size_bytes
@@ -377,14 +391,14 @@ class _Builder:
             case LoopKind.WHILE:
                 params = operator.equation.params
                 skipped = params["cond_nconsts"] + params["body_nconsts"]
-                self._repeat(step, skipped, len(step.operands) - skipped, step.bodies[-1], params["body_nconsts"])
+                self._repeat(step, skipped, len(step.operands) - skipped, params["body_nconsts"])
             case _:
                 self._branches(step)
 
     def _scan(self, step: Run, consts: int, carries: int) -> None:
-        self._repeat(step, consts, carries, step.bodies[0], consts)
+        self._repeat(step, consts, carries, consts, consts + carries)
 
-    def _repeat(self, step: Run, start: int, carries: int, body: SpmdProgram, body_start: int) -> None:
+    def _repeat(self, step: Run, start: int, carries: int, body_start: int, sliced_from: int | None = None) -> None:
         """A loop overwrites its carry in place and fills stacked results that exist from the start."""
         operator = step.operator
         inputs, owned = [], []
@@ -401,7 +415,7 @@ class _Builder:
             owned.append(self._add(Form.KERNEL, (), self._bytes(buffer), Tenant.LOOP, buffer.value, operator))
         loop = self._add(Form.LOOP, (*inputs, *owned[carries:]), 0, Tenant.LOOP, -1, operator)
         pairs = tuple((body_start + k, k) for k in range(carries))
-        self.arrays.nodes[loop].inner = arrays_of(body, pairs, self._platform)
+        self.arrays.nodes[loop].inner = arrays_of(step.bodies[-1], pairs, self._platform, sliced_from)
         for buffer, node in zip(step.results, owned, strict=True):
             self._buffer(Form.RENAME, (node, loop), buffer, Tenant.LOOP, operator)
 

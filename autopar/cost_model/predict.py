@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from autopar.cluster import Cluster, Mesh
+from autopar.cluster import Cluster
 from autopar.cost_model.collectives import Collective, collective_seconds, wire_bytes
 from autopar.cost_model.kernels import Kernel, kernel_cost
 from autopar.cost_model.reshard import COLLECTIVE_OF_MOVE, COMBINED, collective_bytes, move_seconds
@@ -20,7 +20,7 @@ from autopar.graph.gradients import gradient_values
 from autopar.graph.ir import Operator, Phase
 from autopar.plan import CollectiveUse, Memory, Prediction
 from autopar.schedule.reshard import after_move, local_shape
-from autopar.schedule.spmd import Reshard, Run, SpmdProgram
+from autopar.schedule.spmd import Run, SpmdProgram
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 Each moment becomes a memory row of the integer program: bytes of whole arrays here, scaled there by the share that
 a layout leaves on a device.  Inputs live throughout (a donated state's output takes over its memory); any other value
-that the fusion model gives a buffer lives from its operator to the end of the last kernel that reads it.  A loop counts what
-lives inside its body at the body's own critical moments.
+that the fusion model gives a buffer lives from its operator to the end of the last kernel that reads it.  A loop counts
+what lives inside its body at the body's own critical moments.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ def _within_budget(on_mesh: _OnMesh) -> tuple[Found, float]:
         solution = solve(demand, time_limit_seconds=task.solver_seconds) if limit > 0 else None
         if solution is None:
             break
-        found = on_mesh.complete(solution)
+        found = replace(on_mesh.complete(solution), model=demand)
         memory = found.prediction.memory
         if memory.total_bytes <= task.budget_bytes:
             return found, solution.cost

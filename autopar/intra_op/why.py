@@ -73,8 +73,8 @@ class Alternative:
     """The best plan in which the group lies otherwise.
 
     ``extra_seconds`` is the difference of the objectives; ``changes`` are where the predictions differ, largest first,
-    or empty where the plan costs the same; ``extra_state_bytes`` is what a device holds more at rest, ``moved`` the other
-    inputs of the program that lie otherwise with it.
+    or empty where the plan costs the same; ``extra_state_bytes`` is what a device holds more at rest, ``moved`` the
+    other inputs of the program that lie otherwise with it.
     """
 
     layout: Layout
@@ -174,8 +174,7 @@ class _Asked:
         alternatives = [self._alternative(group, solution)]
         pieces = {shares(found.stage.homes[group[0]], found.choices.mesh)}
         while alternatives[-1].extra_seconds < self._same and len(alternatives) < MOST_ALTERNATIVES:
-            if len(alternatives) > 1:
-                pieces.add(shares(alternatives[-1].layout, found.choices.mesh))
+            pieces.add(shares(alternatives[-1].layout, found.choices.mesh))
             solution = self._solve({number: self._cut_into(pieces, number) for number in classes})
             if solution is None:
                 break

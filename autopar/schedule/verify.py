@@ -41,8 +41,8 @@ def _verify_level(program: SpmdProgram) -> None:
         _verify_layout(buffer, program)
     for step in program.steps:
         read = (step.source,) if isinstance(step, Reshard) else step.operands
-        for buffer in read:
-            _demand(buffer is None or buffer in made, f"{buffer} is read before it is made")
+        for needed in read:
+            _demand(needed is None or needed in made, f"{needed} is read before it is made")
         written = (step.target,) if isinstance(step, Reshard) else step.results
         for buffer in written:
             _verify_layout(buffer, program)

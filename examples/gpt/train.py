@@ -112,7 +112,7 @@ def make_step(method: str) -> Step:
     return autopar.parallelize(method=method)(model.train_step)
 
 
-def explain(method: str, step: Step, *shapes: Any) -> str:
+def explain(method: str, step: Any, *shapes: Any) -> str:
     """Why the plan is what it is, and whether the predictions came true.
 
     A step that has not been called in this process is explained for `shapes`, a state and a batch (arrays or not).
@@ -290,8 +290,12 @@ def run(settings: Settings, console: Console) -> int:
         session = Session(settings, console, step, batches, checkpoints)
         state = session.resume(state)
         first = int(state.step)
-        with Report(console, settings, first, settings.batch_size * config.sequence) as report:
-            state, complete = train(session, state, report.step)
+        if first >= settings.steps:
+            console.print(f"all {settings.steps} steps are done; --steps sets a later end", highlight=False)
+            complete = True
+        else:
+            with Report(console, settings, first, settings.batch_size * config.sequence) as report:
+                state, complete = train(session, state, report.step)
     if not complete:
         console.print(f"[yellow]interrupted after step {int(state.step)}; the same command goes on from there")
         return INTERRUPTED
