@@ -83,16 +83,14 @@ class Terms:
 def cheapest_plan_seconds(
     graph: Graph, state_pairs: tuple[tuple[int, int], ...], mesh: Mesh, cluster: Cluster, limit: int = 4_000_000
 ) -> float:
-    """The least price of any plan of a program without loops; raises :class:`TooManyPlansError` beyond ``limit`` plans."""
+    """The least price of any plan of a program without loops; beyond ``limit`` plans raises TooManyPlansError."""
     return _Enumerator(graph, state_pairs, mesh, cluster).terms().optimum(limit)
 
 
 class _Enumerator:
     """Owns what is derived from the graph."""
 
-    def __init__(
-        self, graph: Graph, state_pairs: tuple[tuple[int, int], ...], mesh: Mesh, cluster: Cluster
-    ) -> None:
+    def __init__(self, graph: Graph, state_pairs: tuple[tuple[int, int], ...], mesh: Mesh, cluster: Cluster) -> None:
         assert not any(operator.bodies for operator in graph.operators)
         self.graph, self.mesh, self.cluster = graph, mesh, cluster
         self.returned = {output: graph.inputs[source] for source, output in state_pairs}
@@ -147,7 +145,9 @@ class _Enumerator:
         rule = operator.rule
         arrays = [
             (self.graph.values[value].shape, mapping)
-            for value, mapping in zip((*operator.operands, *operator.results), (*rule.operands, *rule.results), strict=True)
+            for value, mapping in zip(
+                (*operator.operands, *operator.results), (*rule.operands, *rule.results), strict=True
+            )
             if value is not None and (self.graph.values[value].shape or value in operator.results)
         ]
         return (
@@ -311,7 +311,9 @@ class _Enumerator:
             summed = passed | {n for n, kind in kinds.items() if kind in (FactorKind.SUM, FactorKind.LOOKUP)}
             compared = {n for n, kind in kinds.items() if kind in (FactorKind.MAX, FactorKind.MIN)}
 
-            def layout(mapping: tuple[tuple[int, ...], ...], sums: set[str], cut: dict[int, tuple[str, ...]] = cut) -> Layout:
+            def layout(
+                mapping: tuple[tuple[int, ...], ...], sums: set[str], cut: dict[int, tuple[str, ...]] = cut
+            ) -> Layout:
                 return Layout(tuple(cut[f[0]] if f else () for f in mapping), tuple(n for n in names if n in sums))
 
             wanted = [layout(mapping, passed) for mapping in rule.operands]
@@ -369,7 +371,8 @@ class _Enumerator:
         if any(reader.phase is Phase.UPDATE for reader in readers):
             return True
         return bool(readers) and all(
-            reader.phase is Phase.BACKWARD and reader.linear and self._is_gradient(reader.results[0]) for reader in readers
+            reader.phase is Phase.BACKWARD and reader.linear and self._is_gradient(reader.results[0])
+            for reader in readers
         )
 
     def _reshard(self, value: int, source: Layout, target: Layout) -> float:

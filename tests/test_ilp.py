@@ -148,7 +148,7 @@ def test_no_solution_in_time_is_an_error_that_says_what_to_do() -> None:
     def late(_program: Program, _integral: bool, _time_limit_seconds: float) -> Answer:
         return Answer(None, np.inf, -np.inf, infeasible=False)
 
-    with pytest.raises(PlanError, match="found no plan within 7 s.*solver_seconds"):
+    with pytest.raises(PlanError, match=r"found no plan within 7 s.*solver_seconds"):
         solve(_clique(5, 3, seed=5), time_limit_seconds=7.0, backend=late)
 
 

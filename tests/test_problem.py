@@ -1,4 +1,4 @@
-"""The integer program states the problem that it should: its optimum is that of trying all plans; depth costs nothing."""
+"""The integer program states the right problem: its optimum is that of trying all plans; depth costs nothing."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_the_optimum_is_that_of_trying_all_plans_of_many_more(program: Program, 
 
 
 def check_program(program: Program, cluster: Cluster, mesh: Mesh) -> None:
-    """On ``mesh``, or on two devices where there are too many plans to try; some programs are too large for that too."""
+    """On ``mesh``, or on two devices where there are too many plans to try; a few are too large for that too."""
     function, arguments = program
     traced = trace(function, arguments, {})
     pairs = infer_roles(traced, batch_argnums=()).state_pairs
@@ -214,7 +214,9 @@ def gpt_problem(layers: int) -> tuple[Graph, Problem, tuple[tuple[int, int], ...
     return graph, state_problem(graph, pairs), pairs
 
 
-@pytest.mark.parametrize(("speed", "mesh"), [(1.0, SQUARE), (100.0, PAIR)])
+@pytest.mark.parametrize(
+    ("speed", "mesh"), [(0.01, PAIR), (1.0, PAIR), pytest.param(1.0, SQUARE, marks=pytest.mark.verify)]
+)
 def test_merging_like_nodes_does_not_change_the_optimum(speed: float, mesh: Mesh) -> None:
     _, problem, _ = gpt_problem(3)
     cluster = cluster_of(speed, 1e-6)
@@ -230,7 +232,7 @@ def test_depth_costs_nothing() -> None:
     for layers in (8, 16):
         _, problem, _ = gpt_problem(layers)
         quotient = merge_alike(problem, {})
-        choices = choices_on(problem, quotient, SQUARE, cluster_of(1.0, 1e-6), {})
+        choices = choices_on(problem, quotient, PAIR, cluster_of(1.0, 1e-6), {})
         model = Model(choices.node_seconds, choices.edge_seconds)
         sizes.append((len(quotient.members), len(quotient.edges), model.num_variables))
     assert sizes[0] == sizes[1]
@@ -273,7 +275,7 @@ def test_every_array_of_a_step_has_a_home_and_every_operator_a_strategy() -> Non
 
 
 def test_state_has_one_home_and_optimizer_state_may_have_another() -> None:
-    """A parameter, its gradient and its momentum are three nodes: that is what lets an optimizer's state be cut alone."""
+    """A parameter, its gradient and its momentum are three nodes, so an optimizer's state may be cut alone."""
 
     def step(w: Any, momentum: Any, x: Any) -> Any:
         gradient = jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)

@@ -39,7 +39,7 @@ def models(draw: st.DrawFn, *, memory: bool = False, forbid_nodes: bool = True) 
 
 
 def _memory_row(rng: np.random.Generator, sizes: np.ndarray, pairs: list[tuple[int, int]]) -> MemoryRow:
-    """Bytes that no two sums of which differ by a hair: what a solver's tolerance could let pass would be a whole byte."""
+    """Whole bytes: no sum is over the budget by so little that a solver's tolerance could let it pass."""
     some = [i for i in range(len(sizes)) if rng.random() < 0.6] or [0]
     nodes = {i: rng.integers(0, 10, sizes[i]).astype(float) for i in some}
     chosen = [pair for pair in pairs if rng.random() < 0.3]
@@ -129,7 +129,7 @@ def test_a_tree_is_solved_by_elimination_alone() -> None:
 
 
 def test_dead_ends_go_even_where_no_node_can_be_folded() -> None:
-    """In a clique of five nodes an option that always costs a second more than another is dropped, a useful one kept."""
+    """In a clique of five nodes an option that always costs more than another is dropped."""
     rng = np.random.default_rng(1)
     nodes = [np.array([0.0, 0.0, 50.0]) for _ in range(5)]
     edges = {pair: rng.random((3, 3)) for pair in itertools.combinations(range(5), 2)}

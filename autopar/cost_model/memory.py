@@ -181,8 +181,10 @@ def _not_duplicated(nodes: list[Node]) -> set[int]:
     return {number for number, mask in bit.items() if refused & mask}
 
 
-def _order(kernels: Kernels) -> dict[int, int]:
-    """Position of each kernel when every kernel queues up as soon as all it reads is there; inputs stand at 0."""
+def _order(kernels: Kernels, first: int) -> dict[int, int]:
+    """Position of each kernel when every kernel queues up as soon as all it reads is there; inputs stand at 0.
+
+    Positions before ``first`` are left free: there the copies of donated inputs are made, one after the other."""
     users: dict[int, list[int]] = {}
     waiting: dict[int, int] = {}
     queue: deque[int] = deque()
@@ -196,7 +198,7 @@ def _order(kernels: Kernels) -> dict[int, int]:
             if not kernels.reads[number]:
                 queue.append(number)
     position: dict[int, int] = {}
-    time = 0
+    time = first - 1
     while queue:
         number = queue.popleft()
         if kernels.nodes[number].form is Form.INPUT:
@@ -232,7 +234,7 @@ class Timeline:
 def timeline(arrays: Arrays, platform: str) -> Timeline:
     """The peak of a level and who lives there at that moment."""
     kernels = _kernels(arrays, platform == "cpu")
-    position = _order(kernels)
+    position = _order(kernels, len(arrays.pairs) + 1)
     end: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
     for kernel, reads in kernels.reads.items():
@@ -240,7 +242,7 @@ def timeline(arrays: Arrays, platform: str) -> Timeline:
             owner = kernels.owner.get(read, read)
             end[owner] = max(end.get(owner, 0), position[kernel])
             readers.setdefault(owner, []).append(kernel)
-    last = len(position) + 1
+    last = len(position) + len(arrays.pairs) + 1
     fixed = {kernels.owner[o] for o in arrays.outputs if o is not None and o in kernels.owner}
     buffers, gaps = _claims(arrays, kernels, position, end, readers, last)
     buffers += _buffers(kernels, position, end, fixed)
@@ -272,15 +274,15 @@ def _claims(
             pairs.append((given, successor))
     before = _ancestors(kernels, position, {k for given, _ in pairs for k in readers.get(given, ())})
     copies, gaps = [], []
-    for given, successor in pairs:
+    for number, (given, successor) in enumerate(pairs, start=1):
         size = kernels.nodes[given].size_bytes
         safe = all(
             (given in kernels.overwrites.get(successor, ())) if reader == successor else before(reader, successor)
             for reader in readers.get(given, ())
         )
         if not safe:
-            copies.append(Tenancy(given, size, 1, end[given]))
-        gaps.append(Tenancy(given, size, 1 if not safe else end.get(given, 0), position[successor]))
+            copies.append(Tenancy(given, size, number, end[given]))
+        gaps.append(Tenancy(given, size, end.get(given, 0) if safe else number, position[successor]))
     return copies, gaps
 
 
@@ -327,7 +329,7 @@ def _lodge(buffers: list[Tenancy], gaps: list[Tenancy]) -> list[Tenancy]:
         if number < LODGERS:
             for g in order:
                 gap = gaps[g]
-                if gap.size_bytes < buffer.size_bytes or buffer.start < gap.start or buffer.end >= gap.end:
+                if gap.size_bytes < buffer.size_bytes or buffer.start <= gap.start or buffer.end >= gap.end:
                     continue
                 if all(buffer.end < other.start or other.end < buffer.start for other in taken[g]):
                     home = taken[g]

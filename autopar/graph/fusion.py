@@ -29,7 +29,7 @@ FUSIBLE = frozenset(
     integer_pow iota is_finite le log log1p logistic lt max min mul ne neg nextafter not or pad pow population_count
     real reduce_precision rem reshape rev round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical
     sign sin sinh slice sqrt square squeeze stop_gradient sub tan tanh transpose xor random_bits random_wrap
-    random_unwrap threefry2x32 concatenate dynamic_slice gather""".split()
+    random_unwrap threefry2x32 concatenate dynamic_slice gather one_minus_square split""".split()
 )
 """Primitives that XLA may compute inside a consumer's kernel."""
 
