@@ -165,8 +165,7 @@ def _with_constraints(
                 raise PlanError(
                     f"constraint {pattern!r}: {spec} has more entries than {names[value]} has dimensions ({rank})"
                 )
-            entries = [_axes_of(entry) for entry in spec] + [()] * (rank - len(spec))
-            layout = Layout(tuple(tuple(n for n in mesh.axis_names if n in axes) for axes in entries))
+            layout = _layout_of(pattern, spec, rank, mesh)
             if pinned.get(value, layout) != layout:
                 raise PlanError(
                     f"constraint {pattern!r} wants {names[value]} as {layout}, which collides with {pinned[value]} "
@@ -174,6 +173,25 @@ def _with_constraints(
                 )
             pinned[value] = layout
     return Restriction(pinned, restriction.pinned_copies, restriction.reach, names)
+
+
+def _layout_of(pattern: str, spec: PartitionSpec, rank: int, mesh: Mesh) -> Layout:
+    """The layout that a spec of at most ``rank`` entries says, refused where no layout can say the same."""
+    entries = [_axes_of(entry) for entry in spec] + [()] * (rank - len(spec))
+    said = [axis for axes in entries for axis in axes]
+    twice = sorted({axis for axis in said if said.count(axis) > 1})
+    if twice:
+        raise PlanError(
+            f"constraint {pattern!r}: {spec} names the mesh axis {twice[0]!r} twice; an axis cuts one dimension"
+        )
+    for axes in entries:
+        in_order = tuple(name for name in mesh.axis_names if name in axes)
+        if axes != in_order:
+            raise PlanError(
+                f"constraint {pattern!r}: {spec} cuts a dimension by {axes}; axes of one dimension stand in the "
+                f"order of the mesh, major to minor: write {in_order}"
+            )
+    return Layout(tuple(entries))
 
 
 def _no_match(pattern: str, paths: Any) -> str:

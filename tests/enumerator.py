@@ -1,10 +1,10 @@
 """An independent referee of the integer program: the cheapest plan of a tiny program by trying all of them.
 
-Nothing of `autopar.intra_op` is imported: what may be chosen, what is tied to what, and what it costs is written here a
-second time, from the words of the module docstrings, straight on the graph.  With x_n the layout of node n (a set of
-values that share one layout, or a copy), and operators deciding for themselves once their neighbours' layouts are known,
+Nothing of `autopar.intra_op` is imported: what may be chosen, what is tied to what, and what it costs is written here
+once more, from the words of the module docstrings, straight on the graph.  With x_n the layout of node n (a set of
+values that share one layout, or a copy), and operators deciding for themselves once the layouts around them are known,
 
-    optimum = min over (x_1 … x_k) of  Σ work(x_n) + Σ reshard(x_m, x_n) + Σ_operators min_s price(s | layouts around it)
+    optimum = min over (x_1 … x_k) of  Σ work(x_n) + Σ reshard(x_m, x_n) + Σ_operators min_s price(s | layouts around)
 
 is one dense tensor with an axis per node, so that no plan is left out.
 """

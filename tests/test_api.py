@@ -86,7 +86,7 @@ def same(ours: Any, theirs: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, theirs)
 
 
-# --------------------------------------------------------------------------------------------- once, and not again
+# -------------------------------------------------------------------------------- once, and not again
 
 
 def test_second_call_neither_traces_nor_plans_nor_compiles(counts: Counts) -> None:
@@ -139,7 +139,7 @@ def test_new_batch_size_keeps_the_plan_that_divides_and_plans_anew_otherwise(cou
     same(free(make_state(), make_batch(12)), jax.jit(train_step)(make_state(), make_batch(12)))
 
 
-# ------------------------------------------------------------------------------------------------------ the first state
+# -------------------------------------------------------------------------------- the first state
 
 
 def test_init_gives_the_initialisers_numbers_in_pieces_and_traces_it_once(counts: Counts) -> None:
@@ -159,7 +159,7 @@ def test_init_gives_the_initialisers_numbers_in_pieces_and_traces_it_once(counts
     assert counts.planned == planned  # init planned the step already
 
 
-# ------------------------------------------------------------------------------------------------------------- donation
+# -------------------------------------------------------------------------------- donation
 
 
 def test_state_is_donated_and_the_batch_is_not() -> None:
@@ -183,7 +183,7 @@ def test_nothing_is_donated_on_demand() -> None:
         parallel(donate_argnums=(1,))
 
 
-# -------------------------------------------------------------------------------------------------- what a step may take
+# -------------------------------------------------------------------------------- what a step may take
 
 
 def test_keyword_and_static_arguments() -> None:
@@ -263,7 +263,7 @@ def test_a_sharding_constraint_in_the_step_does_not_change_its_numbers() -> None
     same(parallel(step)(make_state(), make_batch()), jax.jit(train_step)(make_state(), make_batch()))
 
 
-# ------------------------------------------------------------------------------------------------------- plans from files
+# -------------------------------------------------------------------------------- plans from files
 
 
 def test_a_saved_plan_is_used_again(tmp_path: Any, counts: Counts) -> None:
@@ -287,28 +287,24 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
 
     step = parallel(other)
     step.use(plan)
-    with pytest.raises(PlanError, match="made for another program .*same arguments, but another computation"):
+    with pytest.raises(PlanError, match=r"made for another program .*same arguments, but another computation"):
         step(make_state(), make_batch())
 
     step = parallel()
     step.use(plan)
     with pytest.raises(PlanError, match=r"another program .*batch\['z'\]"):
-        parallel_with_z(step, plan)
+        step(make_state(), {**make_batch(), "z": np.zeros(16, np.float32)})
 
     step = parallel(cluster=Cluster.preset("p4d.24xlarge", hosts=2))
     step.use(plan)
-    with pytest.raises(PlanError, match=r"plan is for 8 devices of slow devices, and .* has 16; plan again"):
+    with pytest.raises(PlanError, match=r"plan is for 8 devices of slow devices, .*p4d\.24xlarge.* has 16; plan again"):
         step(make_state(), make_batch())
 
     with pytest.raises(PlanError, match=r"made with jax 0\.0\.1 and this is jax"):
         step.use(dataclasses.replace(plan, jax_version="0.0.1"))
 
 
-def parallel_with_z(step: Parallelized, plan: Plan) -> Any:
-    return step(make_state(), {**make_batch(), "z": np.zeros(16, np.float32)})
-
-
-# ------------------------------------------------------------------------------------------------------ users' constraints
+# -------------------------------------------------------------------------------- users' constraints
 
 
 def test_constraints_are_kept() -> None:
@@ -331,8 +327,11 @@ def test_constraints_are_kept() -> None:
         ({"**/bias": P(None, "model")}, r"more entries than state\['enter'\]\['bias'\] has dimensions \(1\)"),
         ({"**/kernel": P("rows")}, r"name the mesh axes \['rows'\], but the meshes of this method have"),
         ({"batch/odd": P("model")}, r"batch\['odd'\] cannot be met: shape \(6,\) does not divide over mesh"),
-        ({"**/kernel": P("model", "model")}, r"'\*\*/kernel'.*'model' twice"),
-        ({"**/enter/kernel": P(("model", "data"), None)}, r"'\*\*/enter/kernel'.*\('data', 'model'\)"),
+        ({"**/kernel": P("model", "model")}, r"'\*\*/kernel': .* names the mesh axis 'model' twice"),
+        (
+            {"**/enter/kernel": P(("model", "data"), None)},
+            r"'\*\*/enter/kernel': .* major to minor: write \('data', 'model'\)",
+        ),
     ],
     ids=["collide", "no such path", "rank", "no such axis", "does not divide", "axis twice", "axes out of order"],
 )
@@ -346,7 +345,7 @@ def test_impossible_constraints_are_refused(constraints: dict[str, P], said: str
         run.plan(make_state(), {**make_batch(), "odd": np.zeros(6, np.float32)})
 
 
-# ----------------------------------------------------------------------------------------------------------------- memory
+# -------------------------------------------------------------------------------- memory
 
 
 def test_half_of_data_parallels_memory_is_enough_and_kept() -> None:
@@ -367,12 +366,12 @@ def test_an_impossible_budget_is_refused_naming_three_tenants() -> None:
         parallel(method="auto", memory_per_device=1000.0).plan(make_state(), make_batch())
     text = str(refused.value)
     assert "no plan keeps" in text and "memory_per_device=" in text
-    tenants = text.split("three largest tenants are ")[1].split(". ")[0]
-    assert len(text.split("three largest tenants are ")[1].split(" MiB; ")) == 3, tenants
+    tenants = text.partition("three largest tenants are ")[2].partition(" MiB. ")[0].split(" MiB; ")
+    assert len(tenants) == 3, text
     assert "kernel" in text
 
 
-# ---------------------------------------------------------------------------------------------------------------- refusals
+# -------------------------------------------------------------------------------- refusals
 
 
 def test_unknown_names() -> None:

@@ -24,9 +24,10 @@ from tests.toy_runs import METHODS, batches, eight_slow_devices, leaves_by_path,
 
 STEPS = 10
 RELATIVE = 1e-9
-# What is truly zero holds only rounding noise, and noise has no relative error. Softmax does not see what is added to all
-# scores of a row, so attention's key biases have a zero gradient: about 1e-18 in float64. Adam divides it by its epsilon,
-# 1e-8, and moves the bias by the rate, 1e-2, times that in each of ten steps: 1e-11. No other leaf is given this grace.
+# What is truly zero holds only rounding noise, and noise has no relative error. Softmax does not see what is added to
+# all scores of a row, so attention's key biases have a zero gradient: about 1e-18 in float64. Adam divides it by its
+# epsilon, 1e-8, and moves the bias by the rate, 1e-2, times that in each of ten steps: 1e-11. No other leaf is given
+# this grace.
 NOISE_PATH, NOISE = "['key']['bias']", 1e-11
 
 SAMPLE = (

@@ -57,8 +57,10 @@ def batches(model: Model, count: int) -> Iterator[Any]:
     """Batches that differ: the model's own, its rows moved on by one each time."""
     first = model.make_batch(model.batch_size)
     for step in range(count):
-        yield {name: np.roll(array, step, axis=0) * (1 + step if array.dtype.kind == "f" else 1)
-               for name, array in first.items()}
+        yield {
+            name: np.roll(array, step, axis=0) * (1 + step if array.dtype.kind == "f" else 1)
+            for name, array in first.items()
+        }
 
 
 def run(model: Model, step: Any, state: Any, count: int) -> Run:

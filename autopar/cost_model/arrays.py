@@ -151,6 +151,7 @@ class _Builder:
     def __init__(self, program: SpmdProgram, platform: str) -> None:
         self._program = program
         self._platform = platform
+        self._on_cpu = platform == "cpu"
         self._shapes: dict[Buffer, tuple[int, ...]] = {}
         self._made: dict[object, int] = {}
         self._uses = Counter(
@@ -196,17 +197,18 @@ class _Builder:
             self._made[key] = make()
         return self._made[key]
 
+    def _again(self, node: int, form: Form) -> int:
+        """A node for the same array once more."""
+        old = self.arrays.nodes[node]
+        return self._add(form, (node,), old.size_bytes, old.tenant, old.value, old.source)
+
     def _relayout(self, node: int, order: tuple[int, ...]) -> int:
         """The same array with its dimensions in another order in memory."""
-        old = self.arrays.nodes[node]
-        return self._once(
-            (node, order), lambda: self._add(Form.CHEAP, (node,), old.size_bytes, old.tenant, old.value, old.source)
-        )
+        return self._once((node, order), partial(self._again, node, Form.CHEAP))
 
     def slice_of(self, node: int) -> int:
         """One trip's slice of a stacked array."""
-        old = self.arrays.nodes[node]
-        return self._add(Form.CHEAP, (node,), old.size_bytes, old.tenant, old.value, old.source)
+        return self._again(node, Form.CHEAP)
 
     # --- collectives ---
 
@@ -230,7 +232,7 @@ class _Builder:
                 return self._add(Form.CHEAP, (node,), size, self._tenant(step.cause), value, step.cause)
             case MoveKind.ALL_REDUCE:
                 return self._add(Form.KERNEL, (node,), size, tenant, value, step.cause)
-            case MoveKind.ALL_TO_ALL:
+            case MoveKind.ALL_TO_ALL if self._on_cpu:
                 pieces = self._add(Form.KERNEL, (node,), size, tenant, value, step.cause)
                 sent = self._add(Form.KERNEL, (pieces,), size, tenant, value, step.cause)
                 return self._add(Form.COSTLY, (sent,), size, tenant, value, step.cause)
@@ -254,15 +256,22 @@ class _Builder:
         elif operator.primitive == "dot_general":
             self._dot(step)
         elif operator.primitive == "optimization_barrier":
-            # XLA:CPU drops barriers before it looks for equal work.
-            for operand, result in zip(step.operands, step.results, strict=True):
-                assert operand is not None
-                self.at[result] = self.at[operand]
+            self._barrier(step)
         elif len(step.results) == 1:
             self._plain(step, inputs)
         else:
             for buffer in step.results:
                 self._buffer(self._form(operator), inputs, buffer, self._tenant(operator), operator)
+
+    def _barrier(self, step: Run) -> None:
+        """XLA:CPU drops barriers before it looks for equal work, which undoes rematerialisation; others keep them."""
+        for operand, result in zip(step.operands, step.results, strict=True):
+            if operand is None:
+                self._buffer(Form.CHEAP, (), result, self._tenant(step.operator), step.operator)
+            elif self._on_cpu:
+                self.at[result] = self.at[operand]
+            else:
+                self._buffer(Form.RENAME, (self.at[operand],), result, self._tenant(step.operator), step.operator)
 
     def _form(self, operator: Operator) -> Form:
         name = operator.primitive
@@ -285,7 +294,7 @@ class _Builder:
         if operator.primitive in ADDITIONS and (onto := self._scattered_onto(step)) is not None:
             self._buffer(Form.IN_PLACE, onto, step.results[0], self._tenant(operator), operator)
             return
-        if operator.primitive == "random_bits" and self._platform == "cpu":
+        if operator.primitive == "random_bits" and self._on_cpu:
             self._random_bits(step, inputs)
             return
         if elementwise:
@@ -354,19 +363,14 @@ class _Builder:
             order = _dot_order(len(shape), contracting[side], batch[side], side)
             long = [dim for dim in order if shape[dim] > 1]
             # A transposed matrix is read as such; of more dimensions a copy is made.
-            if long != sorted(long) and (len(shape) > 2 or batch[side]):
+            if long != sorted(long) and (len(shape) > 2 or batch[side]) and self._on_cpu:
                 node = self._relayout(node, order)
             elif len(shape) > len(batch[side]) + 2:
-                node = self._once((node, "matrix"), partial(self._renamed, node))
+                node = self._once((node, "matrix"), partial(self._again, node, Form.RENAME))
             inputs.append(node)
-        number, fresh = self._computed(Form.KERNEL, tuple(inputs), step)
+        number, _ = self._computed(Form.KERNEL, tuple(inputs), step)
         if len(self._shape(step.results[0])) > len(batch[0]) + 2:
-            self.at[step.results[0]] = self._once((number, "array"), partial(self._renamed, number))
-
-    def _renamed(self, node: int) -> int:
-        """The same bytes with dimensions merged or split."""
-        old = self.arrays.nodes[node]
-        return self._add(Form.RENAME, (node,), old.size_bytes, old.tenant, old.value, old.source)
+            self.at[step.results[0]] = self._once((number, "array"), partial(self._again, number, Form.RENAME))
 
     def _computed(self, form: Form, inputs: tuple[int, ...], step: Run) -> tuple[int, bool]:
         """The node of an operator's result, and whether it is new: equal work is done once, as XLA sees to it."""
@@ -387,16 +391,13 @@ class _Builder:
         match operator.primitive:
             case LoopKind.SCAN:
                 consts, carries = _compat.scan_arity(operator.equation.params)
-                self._scan(step, consts, carries)
+                self._repeat(step, consts, carries, consts, consts + carries)
             case LoopKind.WHILE:
                 params = operator.equation.params
                 skipped = params["cond_nconsts"] + params["body_nconsts"]
                 self._repeat(step, skipped, len(step.operands) - skipped, params["body_nconsts"])
             case _:
                 self._branches(step)
-
-    def _scan(self, step: Run, consts: int, carries: int) -> None:
-        self._repeat(step, consts, carries, consts, consts + carries)
 
     def _repeat(self, step: Run, start: int, carries: int, body_start: int, sliced_from: int | None = None) -> None:
         """A loop overwrites its carry in place and fills stacked results that exist from the start."""

@@ -1,221 +1,54 @@
 """How many bytes a step holds on one device, told without compiling it.
 
-With buffers b, each of s_b bytes and needed from position i_b to j_b of the order of work,
+With scratch buffers b of s_b bytes, each needed from position i_b to j_b in the order of work,
 
-    temp = max_t Σ {s_b : i_b ≤ t ≤ j_b}     total = argument + output − alias + temp
+    temp ≥ max_t Σ {s_b : i_b ≤ t ≤ j_b}        total = argument + output − alias + temp
 
-so all depends on three guesses about XLA, made here by its own rules:
+and a little more where no fixed offsets reach the bound.  Which buffers there are and in which order they are filled is
+said by :mod:`autopar.cost_model.buffers`; which of them share bytes is decided here as XLA does it:
 
-* *which arrays get a buffer*: the others are computed inside the kernels that read them (:func:`_kernels`);
-* *in which order kernels run*: XLA:CPU goes breadth first, a kernel is ready when its operands are, and first come is
-  first served, so gathered parameters and zeros to be accumulated into exist from the very start (:func:`_order`);
-* *which buffers are one*: elementwise kernels overwrite an operand that dies, donated arguments take the results that
-  replace them, and while an argument is not needed its bytes serve as scratch space (:func:`_buffers`, :func:`_lodge`).
+* an elementwise kernel writes over an operand that dies with it;
+* a donated argument's bytes take the result that replaces it; if the argument is still read after that, it is copied
+  first;
+* while a donated argument's bytes are idle they serve as scratch space.
+
+The referee is ``compiled.memory_analysis()`` of XLA:CPU.  For other platforms the order of work is a guess.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from autopar.cost_model.arrays import Arrays, Form, Node, arrays_of
+from autopar import _compat
+from autopar.cost_model.arrays import Arrays, Form, Node, Tenant, arrays_of
+from autopar.cost_model.buffers import Kernels, kernels_of, order_of, precedence
 from autopar.graph.fusion import Fusion
 from autopar.plan import Memory
 from autopar.schedule.spmd import SpmdProgram
 
-REAL_BUFFERS = frozenset((Form.KERNEL, Form.IN_PLACE, Form.LOOP))
-FUSED = frozenset((Form.CHEAP, Form.COSTLY))
-LODGERS = 4096
-PACKED = 512
-SWALLOWED = "swallowed"
+POINTER_BYTES = 8
+"""XLA's results are a tuple: one pointer each."""
 
+PACKED_BUFFERS = 512
+"""So many of the biggest buffers are given offsets; smaller ones fit between them."""
 
-@dataclass(slots=True)
-class Kernels:
-    """What runs: ``reads[k]`` are the nodes with buffers (and the loops) that kernel k waits for, ``overwrites[k]``
-    those that it may write over; both only for nodes that are kernels.
-    """
+NEGLIGIBLE_SHARE = 1e-4
+"""Buffers below this share of the biggest are not moved into idle arguments: they are many, and it changes nothing."""
 
-    nodes: list[Node]
-    reads: dict[int, frozenset[int]]
-    overwrites: dict[int, frozenset[int]]
-    owner: dict[int, int]
+LARGEST_TENANTS = 12
 
-
-def _kernels(arrays: Arrays, reductions_read_memory: bool) -> Kernels:
-    nodes = arrays.nodes
-    real = _with_buffers(arrays, reductions_read_memory)
-    stands = _standing_renames(nodes)
-    count = len(nodes)
-    reads: dict[int, frozenset[int]] = {}
-    overwrites: dict[int, frozenset[int]] = {}
-    owner: dict[int, int] = {}
-    seen: list[frozenset[int]] = [frozenset()] * count  # what a kernel reads that computes the node itself
-    equal: list[frozenset[int]] = [frozenset()] * count  # … and of these, what it reads at equal positions only
-    view: list[frozenset[int]] = [frozenset()] * count  # what a kernel reads that is given the node's buffer
-    for number, node in enumerate(nodes):
-        if node.form is Form.INPUT:
-            owner[number] = number
-            seen[number] = equal[number] = view[number] = frozenset((number,))
-            continue
-        if real[number] in (None, False, SWALLOWED) and node.form is not Form.RENAME:
-            if node.inputs and real[number] is not None:
-                given = view if real[number] is SWALLOWED else seen
-                seen[number] = frozenset().union(*[given[i] for i in node.inputs])
-                equal[number] = _equal(node, seen, equal)
-                view[number] = seen[number]
-            continue
-        if node.form is Form.RENAME:
-            source = node.inputs[0]
-            if source in owner:
-                owner[number] = owner[source]
-            view[number] = frozenset().union(*[view[i] for i in node.inputs])
-            seen[number] = seen[source] | view[number] if len(node.inputs) > 1 else seen[source]
-            equal[number] = equal[source]
-            if number in stands and source in owner and len(node.inputs) == 1:
-                reads[number], view[number] = view[number], frozenset((number,))
-            continue
-        owner[number] = number
-        own = frozenset((number,))
-        inner = seen if node.form in FUSED or (node.form is Form.REDUCE and not reductions_read_memory) else view
-        reads[number] = frozenset().union(*[inner[i] for i in node.inputs])
-        view[number] = own
-        if node.form in FUSED:
-            overwrites[number] = _equal(node, seen, equal)
-            through = node.form is Form.CHEAP and node.unary
-            seen[number] = reads[number] if through and len(reads[number]) <= 2 else own
-            equal[number] = overwrites[number] if through and len(reads[number]) <= 2 else own
-        else:
-            overwrites[number] = view[node.inputs[0]] if node.form is Form.IN_PLACE and node.inputs else frozenset()
-            seen[number] = equal[number] = own
-    return Kernels(nodes, reads, overwrites, owner)
-
-
-def _standing_renames(nodes: list[Node]) -> set[int]:
-    """Changes of shape that are steps of their own: no kernel that makes the array can make it in the new shape."""
-    users = Counter(i for node in nodes for i in set(node.inputs))
-    return {
-        number
-        for number, node in enumerate(nodes)
-        if node.form is Form.RENAME
-        and nodes[node.inputs[0]].form is not Form.RENAME
-        and not (nodes[node.inputs[0]].form in FUSED and users[node.inputs[0]] == 1)
-    }
-
-
-def _equal(node: Node, seen: list[frozenset[int]], equal: list[frozenset[int]]) -> frozenset[int]:
-    if not node.elementwise:
-        return frozenset()
-    moved: frozenset[int] = frozenset().union(*[seen[i] - equal[i] for i in node.inputs])
-    return frozenset().union(*[equal[i] for i in node.inputs]) - moved
-
-
-def _with_buffers(arrays: Arrays, reductions_read_memory: bool) -> list[bool | str | None]:
-    """For each node whether it is kept in memory; ``None`` where nothing reads it."""
-    nodes = arrays.nodes
-    real: list[bool | str | None] = [None] * len(nodes)
-    whole = _not_duplicated(nodes)
-    uses = [0] * len(nodes)
-    needed = bytearray(len(nodes))
-    reduced = bytearray(len(nodes))
-    for output in arrays.outputs:
-        if output is not None:
-            uses[output] += 1
-            needed[output] = 1
-    for number in range(len(nodes) - 1, -1, -1):
-        node = nodes[number]
-        if node.form is Form.INPUT:
-            real[number] = True
-            continue
-        if not uses[number] and node.form is not Form.LOOP:
-            continue
-        if node.form is Form.RENAME:
-            real[number] = False
-            for i in node.inputs:
-                uses[i] += uses[number]
-                needed[i] |= needed[number]
-                reduced[i] |= reduced[number]
-            continue
-        swallowed = reduced[number] and node.taken_in and uses[number] == 1 and not needed[number]
-        keep = node.form not in FUSED or bool(needed[number]) or (node.form is Form.COSTLY and uses[number] > 1)
-        keep = keep or number in whole or (bool(reduced[number]) and not swallowed)
-        real[number] = SWALLOWED if swallowed and not keep else keep
-        for i in dict.fromkeys(node.inputs):
-            uses[i] += 1
-            if node.form in REAL_BUFFERS:
-                needed[i] = 1
-            elif (node.form is Form.REDUCE and reductions_read_memory) or (swallowed and not keep):
-                reduced[i] = 1
-            elif nodes[i].form is Form.COSTLY and nodes[i].size_bytes < node.size_bytes:
-                needed[i] = 1
-    return real
-
-
-def _not_duplicated(nodes: list[Node]) -> set[int]:
-    """Cheap nodes of several large inputs that XLA does not compute in every kernel that needs them.
-
-    It refuses when from one use a path leads through a kernel to another use: then not all of them can be one kernel.
-    """
-    users = Counter(i for node in nodes for i in set(node.inputs))
-    bit: dict[int, int] = {}
-    soft = [0] * len(nodes)
-    hard = [0] * len(nodes)
-    refused = 0
-    for number, node in enumerate(nodes):
-        near = far = 0
-        for i in node.inputs:
-            near |= soft[i]
-            far |= hard[i]
-        if node.form is Form.RENAME:
-            soft[number], hard[number] = near, far
-            continue
-        refused |= near & far
-        if node.form not in FUSED or (node.form is Form.COSTLY and users[number] > 1):
-            near, far = 0, near | far
-        elif node.form is Form.CHEAP and not node.unary and users[number] > 1:
-            bit[number] = 1 << len(bit)
-            near |= bit[number]
-        soft[number], hard[number] = near, far
-    return {number for number, mask in bit.items() if refused & mask}
-
-
-def _order(kernels: Kernels, first: int) -> dict[int, int]:
-    """Position of each kernel when every kernel queues up as soon as all it reads is there; inputs stand at 0.
-
-    Positions before ``first`` are left free: there the copies of donated inputs are made, one after the other."""
-    users: dict[int, list[int]] = {}
-    waiting: dict[int, int] = {}
-    queue: deque[int] = deque()
-    for number, node in enumerate(kernels.nodes):
-        if node.form is Form.INPUT:
-            queue.append(number)
-        elif number in kernels.reads:
-            waiting[number] = len(kernels.reads[number])
-            for read in kernels.reads[number]:
-                users.setdefault(read, []).append(number)
-            if not kernels.reads[number]:
-                queue.append(number)
-    position: dict[int, int] = {}
-    time = first - 1
-    while queue:
-        number = queue.popleft()
-        if kernels.nodes[number].form is Form.INPUT:
-            position[number] = 0
-        else:
-            time += 1
-            position[number] = time
-        for user in users.get(number, ()):
-            waiting[user] -= 1
-            if not waiting[user]:
-                queue.append(user)
-    return position
+OF_A_PHASE = frozenset((Tenant.ACTIVATION, Tenant.GRADIENT, Tenant.UPDATE))
 
 
 @dataclass(slots=True)
 class Tenancy:
-    """A buffer: the nodes that live in it one after the other, and from when to when."""
+    """A buffer: who lives in it (the last node, if several do one after the other), and from when to when."""
 
     node: int
     size_bytes: int
@@ -223,169 +56,12 @@ class Tenancy:
     end: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class Timeline:
-    """The scratch space of one level."""
+    """Scratch bytes of one level, and whose they are at its fullest moment."""
 
     temp_bytes: int
-    tenants: list[tuple[Node, int]]
-
-
-def timeline(arrays: Arrays, platform: str) -> Timeline:
-    """The peak of a level and who lives there at that moment."""
-    kernels = _kernels(arrays, platform == "cpu")
-    position = _order(kernels, len(arrays.pairs) + 1)
-    end: dict[int, int] = {}
-    readers: dict[int, list[int]] = {}
-    for kernel, reads in kernels.reads.items():
-        for read in reads:
-            owner = kernels.owner.get(read, read)
-            end[owner] = max(end.get(owner, 0), position[kernel])
-            readers.setdefault(owner, []).append(kernel)
-    last = len(position) + len(arrays.pairs) + 1
-    fixed = {kernels.owner[o] for o in arrays.outputs if o is not None and o in kernels.owner}
-    buffers, gaps = _claims(arrays, kernels, position, end, readers, last)
-    buffers += _buffers(kernels, position, end, fixed)
-    inner: list[tuple[int, Timeline]] = []
-    for number, node in enumerate(arrays.nodes):
-        if node.inner is not None:
-            inner.append((position[number], timeline(node.inner, platform)))
-    buffers = _lodge(buffers, gaps)
-    return _peak(arrays.nodes, buffers, inner, last)
-
-
-def _claims(
-    arrays: Arrays,
-    kernels: Kernels,
-    position: dict[int, int],
-    end: dict[int, int],
-    readers: dict[int, list[int]],
-    last: int,
-) -> tuple[list[Tenancy], list[Tenancy]]:
-    """Copies of donated inputs that are read after their successors are written, and when donated buffers are idle."""
-    pairs = []
-    for source, output in arrays.pairs:
-        result = arrays.outputs[output]
-        given = arrays.inputs[source]
-        if result is None or result not in kernels.owner or kernels.owner[result] == given:
-            continue
-        successor = kernels.owner[result]
-        if kernels.nodes[successor].form is not Form.INPUT:
-            pairs.append((given, successor))
-    before = _ancestors(kernels, position, {k for given, _ in pairs for k in readers.get(given, ())})
-    copies, gaps = [], []
-    for number, (given, successor) in enumerate(pairs, start=1):
-        size = kernels.nodes[given].size_bytes
-        safe = all(
-            (given in kernels.overwrites.get(successor, ())) if reader == successor else before(reader, successor)
-            for reader in readers.get(given, ())
-        )
-        if not safe:
-            copies.append(Tenancy(given, size, number, end[given]))
-        gaps.append(Tenancy(given, size, end.get(given, 0) if safe else number, position[successor]))
-    return copies, gaps
-
-
-def _ancestors(kernels: Kernels, position: dict[int, int], asked: set[int]):  # type: ignore[no-untyped-def]
-    """A test whether kernel a must run before kernel b, for a in ``asked``."""
-    bit = {kernel: 1 << index for index, kernel in enumerate(sorted(asked))}
-    reached: dict[int, int] = {}
-    for kernel in sorted(kernels.reads, key=position.__getitem__):
-        mask = 0
-        for read in kernels.reads[kernel]:
-            mask |= reached.get(read, 0)
-        reached[kernel] = mask | bit.get(kernel, 0)
-    return lambda a, b: bool(reached[b] & bit[a])
-
-
-def _buffers(kernels: Kernels, position: dict[int, int], end: dict[int, int], fixed: set[int]) -> list[Tenancy]:
-    """All scratch buffers; a kernel that may write over an operand that dies with it takes its buffer."""
-    found: dict[int, Tenancy] = {}
-    for number in sorted(kernels.reads, key=position.__getitem__):
-        node = kernels.nodes[number]
-        if node.form in (Form.LOOP, Form.RENAME) or number in fixed:
-            continue
-        now = position[number]
-        stop = max(end.get(number, now), now)
-        for read in kernels.overwrites.get(number, ()):
-            old = found.get(kernels.owner.get(read, read))
-            if old is not None and old.end == now and old.size_bytes == node.size_bytes:
-                old.end = stop
-                old.node = number
-                found[number] = old
-                break
-        else:
-            found[number] = Tenancy(number, node.size_bytes, now, stop)
-    return list({id(tenancy): tenancy for tenancy in found.values()}.values())
-
-
-def _lodge(buffers: list[Tenancy], gaps: list[Tenancy]) -> list[Tenancy]:
-    """Move buffers into donated inputs while those are idle: big ones first, each into the smallest that is free."""
-    taken: list[list[Tenancy]] = [[] for _ in gaps]
-    order = sorted(range(len(gaps)), key=lambda g: gaps[g].size_bytes)
-    kept = []
-    for number, buffer in enumerate(sorted(buffers, key=lambda b: -b.size_bytes)):
-        home = None
-        if number < LODGERS:
-            for g in order:
-                gap = gaps[g]
-                if gap.size_bytes < buffer.size_bytes or buffer.start <= gap.start or buffer.end >= gap.end:
-                    continue
-                if all(buffer.end < other.start or other.end < buffer.start for other in taken[g]):
-                    home = taken[g]
-                    break
-        if home is None:
-            kept.append(buffer)
-        else:
-            home.append(buffer)
-    return kept
-
-
-def _peak(nodes: list[Node], buffers: list[Tenancy], inner: list[tuple[int, Timeline]], last: int) -> Timeline:
-    change = [0] * (last + 2)
-    for buffer in buffers:
-        change[buffer.start] += buffer.size_bytes
-        change[buffer.end + 1] -= buffer.size_bytes
-    for moment, body in inner:
-        change[moment] += body.temp_bytes
-        change[moment + 1] -= body.temp_bytes
-    held = peak = when = 0
-    for moment, delta in enumerate(change):
-        held += delta
-        if held > peak:
-            peak, when = held, moment
-    tenants = [(nodes[b.node], b.size_bytes) for b in buffers if b.start <= when <= b.end]
-    for moment, body in inner:
-        if moment == when:
-            tenants.extend(body.tenants)
-    return Timeline(max(peak, packed_bytes(buffers, PACKED)), tenants)
-
-
-def packed_bytes(buffers: list[Tenancy], most: int) -> int:
-    """Bytes of one block that holds the ``most`` biggest buffers at fixed offsets, buffers of overlapping times apart.
-
-    Biggest first, each into the smallest hole that is long enough (XLA's global decreasing size, best fit); ties in
-    two orders, of which the better counts.
-    """
-    orders = (lambda b: (-b.size_bytes, b.start), lambda b: (-b.size_bytes, b.start - b.end))
-    return min(_pack(sorted(buffers, key=order)[:most]) for order in orders)
-
-
-def _pack(buffers: list[Tenancy]) -> int:
-    start, end, low, high = np.zeros((4, len(buffers)), dtype=np.int64)
-    for number, buffer in enumerate(buffers):
-        near = (start[:number] <= buffer.end) & (end[:number] >= buffer.start)
-        best, place, bottom = None, 0, 0
-        lows, highs = low[:number][near], high[:number][near]
-        for k in np.argsort(lows, kind="stable"):
-            hole = lows[k] - bottom
-            if hole >= buffer.size_bytes and (best is None or hole < best):
-                best, place = hole, bottom
-            bottom = max(bottom, highs[k])
-        place = bottom if best is None else place
-        start[number], end[number] = buffer.start, buffer.end
-        low[number], high[number] = place, place + buffer.size_bytes
-    return int(high.max(initial=0))
+    tenants: tuple[tuple[Node, int], ...]
 
 
 def predict_memory(
@@ -396,16 +72,204 @@ def predict_memory(
     donated: frozenset[int],
     platform: str,
 ) -> Memory:
-    pairs = tuple((a, b) for a, b in state_pairs if a in donated)
+    """Bytes of a step on one device, in the words of ``compiled.memory_analysis()``.
+
+    ``state_pairs`` are (input, output) positions of one and the same array before and after the step, ``donated`` the
+    positions of the inputs that the step may overwrite, ``platform`` is ``"cpu"``, ``"cuda"`` or ``"tpu"``.  Argument,
+    output and alias bytes are exact, scratch bytes a prediction (see the module docstring).  ``by_kind`` divides the
+    scratch bytes at their peak; arrays that the whole program keeps in registers (``fusion``) and that only this plan
+    or this compiler keeps in memory are called copies there.
+    """
+    pairs = tuple(pair for pair in state_pairs if pair[0] in donated)
     arrays = arrays_of(program, pairs, platform)
     line = timeline(arrays, platform)
-    nodes = arrays.nodes
-    argument = sum(nodes[i].size_bytes for i in arrays.inputs)
-    output = 0
-    for position, buffer in enumerate(program.outputs):
-        output += 0 if buffer is None else nodes[arrays.outputs[position]].size_bytes
-    alias = sum(nodes[arrays.inputs[a]].size_bytes for a, b in pairs)
-    kinds = Counter()
+    arguments = [arrays.nodes[node].size_bytes for node in arrays.inputs]
+    literals = [_bytes_of_literal(atom) for atom in _compat.jaxpr_of(program.graph.jaxpr).outvars]
+    results = [
+        literals[position] if node is None else arrays.nodes[node].size_bytes
+        for position, node in enumerate(arrays.outputs)
+    ]
+    return Memory(
+        argument_bytes=sum(arguments),
+        output_bytes=sum(results) + POINTER_BYTES * len(results),
+        alias_bytes=sum(arguments[source] for source, _ in pairs),
+        temp_bytes=line.temp_bytes,
+        by_kind=_by_kind(line, fusion),
+        largest=_largest(line, program, sum(arguments)),
+    )
+
+
+def _bytes_of_literal(atom: Any) -> int:
+    return int(atom.val.nbytes) if isinstance(atom, _compat.Literal) and hasattr(atom.val, "nbytes") else 0
+
+
+def _by_kind(line: Timeline, fusion: Fusion) -> dict[str, int]:
+    kinds: Counter[str] = Counter()
     for node, size in line.tenants:
-        kinds[node.tenant.value] += size
-    return Memory(argument, output + 8 * len(program.outputs), alias, line.temp_bytes, dict(kinds), ())
+        local = node.tenant in OF_A_PHASE and node.value not in fusion.materialised
+        kinds[(Tenant.COPY if local else node.tenant).value] += size
+    kinds["gaps between buffers"] = line.temp_bytes - sum(kinds.values())
+    return {kind: size for kind, size in kinds.most_common() if size}
+
+
+def _largest(line: Timeline, program: SpmdProgram, argument_bytes: int) -> tuple[tuple[str, int], ...]:
+    """The arguments in all, and the fullest kinds of scratch tenants; equal ones (of many layers) together."""
+    totals: Counter[str] = Counter({"arguments of the step": argument_bytes})
+    counts: Counter[str] = Counter()
+    for node, size in line.tenants:
+        value = program.values.get(node.value)
+        shape = f" {value.dtype}[{','.join(map(str, value.shape))}]" if value is not None else ""
+        source = node.source
+        place = "" if source is None else f" by {source.primitive} at {source.source}"
+        name = f"{node.tenant.value}{shape}{place}"
+        totals[name] += size
+        counts[name] += 1
+    return tuple(
+        (f"{counts[name]} × {name}" if counts[name] > 1 else name, size)
+        for name, size in totals.most_common(LARGEST_TENANTS)
+    )
+
+
+def timeline(arrays: Arrays, platform: str) -> Timeline:
+    """Scratch bytes of a level, those of the bodies of its loops included."""
+    kernels = kernels_of(arrays, platform)
+    position = order_of(kernels, len(arrays.pairs) + 1, platform)
+    end: dict[int, int] = {}
+    readers: dict[int, list[int]] = {}
+    for kernel, reads in kernels.reads.items():
+        for read in reads:
+            owner = kernels.owner.get(read, read)
+            end[owner] = max(end.get(owner, 0), position[kernel])
+            readers.setdefault(owner, []).append(kernel)
+    buffers, idle = _donations(arrays, kernels, position, readers)
+    results = {kernels.owner[node] for node in arrays.outputs if node is not None and node in kernels.owner}
+    buffers += _scratch(kernels, position, end, results)
+    buffers = _lodge(buffers, idle)
+    bodies = [
+        (position[number], timeline(node.inner, platform))
+        for number, node in enumerate(arrays.nodes)
+        if node.inner is not None
+    ]
+    return _fullest(arrays.nodes, buffers, bodies)
+
+
+def _donations(
+    arrays: Arrays, kernels: Kernels, position: Mapping[int, int], readers: Mapping[int, list[int]]
+) -> tuple[list[Tenancy], list[Tenancy]]:
+    """Copies of donated inputs that may still be read when their successors are written; when donated bytes are idle.
+
+    XLA decides on copies before it knows the order of work, so what counts is whether a reader *must* come first.
+    """
+    pairs = []
+    for source, output in arrays.pairs:
+        given, result = arrays.inputs[source], arrays.outputs[output]
+        successor = None if result is None else kernels.owner.get(result)
+        if successor is not None and kernels.nodes[successor].form is not Form.INPUT:
+            pairs.append((given, successor))
+    comes_first = precedence(kernels, position, {reader for given, _ in pairs for reader in readers.get(given, ())})
+    copies, idle = [], []
+    for moment, (given, successor) in enumerate(pairs, start=1):
+        size = kernels.nodes[given].size_bytes
+        last = max((position[reader] for reader in readers.get(given, ())), default=0)
+        if not all(
+            given in kernels.overwrites.get(successor, ()) if reader == successor else comes_first(reader, successor)
+            for reader in readers.get(given, ())
+        ):
+            copies.append(Tenancy(given, size, moment, last))
+            last = moment
+        idle.append(Tenancy(given, size, last + 1, position[successor] - 1))
+    return copies, idle
+
+
+def _scratch(kernels: Kernels, position: Mapping[int, int], end: Mapping[int, int], results: set[int]) -> list[Tenancy]:
+    """Scratch buffers; a kernel that may write over an operand of its size that dies with it takes its buffer."""
+    found: dict[int, Tenancy] = {}
+    buffers = []
+    for number in sorted(kernels.reads, key=position.__getitem__):
+        node, now = kernels.nodes[number], position[number]
+        if node.form in (Form.LOOP, Form.RENAME) or number in results:
+            continue
+        stop = max(end.get(number, now), now)
+        for read in sorted(kernels.overwrites.get(number, ())):
+            old = found.get(kernels.owner[read])
+            if old is not None and old.end == now and old.size_bytes == node.size_bytes:
+                old.node, old.end = number, stop
+                found[number] = old
+                break
+        else:
+            found[number] = Tenancy(number, node.size_bytes, now, stop)
+            buffers.append(found[number])
+    return buffers
+
+
+def _lodge(buffers: list[Tenancy], idle: list[Tenancy]) -> list[Tenancy]:
+    """The buffers that are left when idle donated bytes are used: big ones first, each into the smallest that fits."""
+    if not buffers or not idle:
+        return buffers
+    least = NEGLIGIBLE_SHARE * max(buffer.size_bytes for buffer in buffers)
+    holes = sorted((hole for hole in idle if hole.size_bytes >= least and hole.start <= hole.end), key=_size)
+    guests: list[list[Tenancy]] = [[] for _ in holes]
+    kept = []
+    for buffer in sorted(buffers, key=_size, reverse=True):
+        host = _host(buffer, holes, guests) if buffer.size_bytes >= least else None
+        (kept if host is None else host).append(buffer)
+    return kept
+
+
+def _size(tenancy: Tenancy) -> int:
+    return tenancy.size_bytes
+
+
+def _host(buffer: Tenancy, holes: list[Tenancy], guests: list[list[Tenancy]]) -> list[Tenancy] | None:
+    for k in range(bisect_left(holes, buffer.size_bytes, key=_size), len(holes)):
+        hole = holes[k]
+        if (
+            hole.start <= buffer.start
+            and buffer.end <= hole.end
+            and all(buffer.end < guest.start or guest.end < buffer.start for guest in guests[k])
+        ):
+            return guests[k]
+    return None
+
+
+def _fullest(nodes: list[Node], buffers: list[Tenancy], bodies: list[tuple[int, Timeline]]) -> Timeline:
+    spans = [(buffer.size_bytes, buffer.start, buffer.end) for buffer in buffers]
+    spans += [(body.temp_bytes, moment, moment) for moment, body in bodies]
+    change: Counter[int] = Counter()
+    for size, start, stop in spans:
+        change[start] += size
+        change[stop + 1] -= size
+    held = peak = when = 0
+    for moment in sorted(change):
+        held += change[moment]
+        if held > peak:
+            peak, when = held, moment
+    tenants = [(nodes[buffer.node], buffer.size_bytes) for buffer in buffers if buffer.start <= when <= buffer.end]
+    for moment, body in bodies:
+        if moment == when:
+            tenants += body.tenants
+    return Timeline(max(peak, packed_bytes(spans)), tuple(tenants))
+
+
+def packed_bytes(spans: Sequence[tuple[int, int, int]]) -> int:
+    """Bytes of one block that holds the biggest of ``spans`` (bytes, first and last position) at fixed offsets.
+
+    Biggest first, each into the smallest hole that is long enough, as XLA does; ties in two orders, of which the
+    better counts.
+    """
+    biggest = sorted(spans, key=lambda span: (-span[0], span[1]))[:PACKED_BUFFERS]
+    longest = sorted(biggest, key=lambda span: (-span[0], span[1] - span[2]))
+    return min(_pack(biggest), _pack(longest))
+
+
+def _pack(spans: Sequence[tuple[int, int, int]]) -> int:
+    start, stop, low, high = np.zeros((4, len(spans)), dtype=np.int64)
+    for number, (size, begin, finish) in enumerate(spans):
+        near = np.flatnonzero((start[:number] <= finish) & (stop[:number] >= begin))
+        near = near[np.argsort(low[near], kind="stable")]
+        tops = np.concatenate(([0], np.maximum.accumulate(high[near])))
+        holes = low[near] - tops[:-1]
+        fits = np.flatnonzero(holes >= size)
+        place = int(tops[fits[np.argmin(holes[fits])]] if len(fits) else tops[-1])
+        start[number], stop[number], low[number], high[number] = begin, finish, place, place + size
+    return int(high.max(initial=0))

@@ -1,0 +1,257 @@
+"""Which arrays get a buffer, and in which order the kernels that fill them run.
+
+XLA computes an array inside the kernels that read it when that is cheap, and keeps it otherwise.  Its rules:
+
+* what a matrix product, a collective, a loop, a scatter or the program's end reads is kept;
+* costly work is done once, so with several readers it is kept;
+* cheap work is repeated in each reader, unless it has several large inputs and its readers cannot all be one kernel;
+* XLA:CPU's reductions read memory, but for products, squares and broadcasts that nothing else needs.
+
+XLA:CPU then runs kernels breadth first: a kernel queues up when the last of its operands is there, and first come is
+first served.  So gathered parameters and zeros to accumulate into exist from the very start.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from autopar.cost_model.arrays import Arrays, Form, Node
+
+FUSED = frozenset((Form.CHEAP, Form.COSTLY))
+READ_BUFFERS = frozenset((Form.KERNEL, Form.IN_PLACE, Form.LOOP))
+REPEATED_READS = 2
+"""A cheap array that is kept for some readers is computed again by others when that reads no more than so many."""
+
+_NOTHING: frozenset[int] = frozenset()
+
+
+class Place(Enum):
+    """Where an array is while the program runs."""
+
+    UNREAD = "unread"  # nobody needs it
+    REGISTERS = "registers"  # inside the kernels that need it
+    REDUCTION = "reduction"  # inside one reduction, which reads all else from memory
+    MEMORY = "memory"
+
+
+@dataclass(slots=True)
+class Kernels:
+    """What runs, by the number of the node that it makes.
+
+    ``reads[k]`` are the nodes (with buffers, changes of shape, or loops) that kernel k waits for; ``overwrites[k]``
+    those of them that it may write over; ``owner`` maps a node with a buffer to the node whose buffer that is.
+    """
+
+    nodes: list[Node]
+    reads: dict[int, frozenset[int]]
+    overwrites: dict[int, frozenset[int]]
+    owner: dict[int, int]
+
+
+def kernels_of(arrays: Arrays, platform: str) -> Kernels:
+    """The kernels into which XLA cuts a list of arrays."""
+    tracer = _Tracer(arrays, on_cpu=platform == "cpu")
+    for number in range(len(arrays.nodes)):
+        tracer.visit(number)
+    return tracer.kernels
+
+
+class _Tracer:
+    """Owns, for each node, what is read by a kernel that …
+
+    * ``inside``: … computes the node itself;
+    * ``equal``:  … does so, and reads at equal positions only;
+    * ``given``:  … is handed the node's buffer.
+    """
+
+    def __init__(self, arrays: Arrays, *, on_cpu: bool) -> None:
+        nodes = arrays.nodes
+        self._on_cpu = on_cpu
+        self._places = places_of(arrays, reductions_read_memory=on_cpu)
+        self._standing = _standing_renames(nodes)
+        self._inside = [_NOTHING] * len(nodes)
+        self._equal = [_NOTHING] * len(nodes)
+        self._given = [_NOTHING] * len(nodes)
+        self.kernels = Kernels(nodes, {}, {}, {})
+
+    def visit(self, number: int) -> None:
+        node, place = self.kernels.nodes[number], self._places[number]
+        if node.form is Form.INPUT:
+            self.kernels.owner[number] = number
+            self._inside[number] = self._equal[number] = self._given[number] = frozenset((number,))
+        elif place is Place.UNREAD:
+            return
+        elif node.form is Form.RENAME:
+            self._rename(number, node)
+        elif place is Place.MEMORY:
+            self._kernel(number, node)
+        else:
+            sets = self._given if place is Place.REDUCTION else self._inside
+            self._inside[number] = self._given[number] = _union(sets[i] for i in node.inputs)
+            self._equal[number] = self._equally_read(node)
+
+    def _rename(self, number: int, node: Node) -> None:
+        """Another shape of the same bytes; after a loop, another name that waits for it."""
+        source, *others = node.inputs
+        if source in self.kernels.owner:
+            self.kernels.owner[number] = self.kernels.owner[source]
+        given = _union(self._given[i] for i in node.inputs)
+        self._given[number] = given
+        self._inside[number] = self._inside[source] | given if others else self._inside[source]
+        self._equal[number] = self._equal[source]
+        if number in self._standing and source in self.kernels.owner and not others:
+            self.kernels.reads[number] = given
+            self._given[number] = frozenset((number,))
+
+    def _kernel(self, number: int, node: Node) -> None:
+        kernels, own = self.kernels, frozenset((number,))
+        fused = node.form in FUSED
+        reaches_inside = fused or (node.form is Form.REDUCE and not self._on_cpu)
+        sets = self._inside if reaches_inside else self._given
+        reads = _union(sets[i] for i in node.inputs)
+        kernels.owner[number], kernels.reads[number] = number, reads
+        self._given[number] = self._inside[number] = self._equal[number] = own
+        if fused:
+            kernels.overwrites[number] = self._equally_read(node)
+            if node.form is Form.CHEAP and node.unary and len(reads) <= REPEATED_READS:
+                self._inside[number], self._equal[number] = reads, kernels.overwrites[number]
+        elif node.form is Form.IN_PLACE and node.inputs:
+            kernels.overwrites[number] = self._given[node.inputs[0]]
+
+    def _equally_read(self, node: Node) -> frozenset[int]:
+        if not node.elementwise:
+            return _NOTHING
+        moved = _union(self._inside[i] - self._equal[i] for i in node.inputs)
+        return _union(self._equal[i] for i in node.inputs) - moved
+
+
+def _union(sets: Iterable[frozenset[int]]) -> frozenset[int]:
+    return _NOTHING.union(*sets)
+
+
+def _standing_renames(nodes: list[Node]) -> set[int]:
+    """Changes of shape that are steps of their own: no kernel that makes the array can make it in the new shape."""
+    users = Counter(i for node in nodes for i in set(node.inputs))
+
+    def made_in_shape(source: int) -> bool:
+        return nodes[source].form in FUSED and users[source] == 1
+
+    return {
+        number
+        for number, node in enumerate(nodes)
+        if node.form is Form.RENAME
+        and nodes[node.inputs[0]].form is not Form.RENAME
+        and not made_in_shape(node.inputs[0])
+    }
+
+
+def places_of(arrays: Arrays, *, reductions_read_memory: bool) -> list[Place]:
+    """Where each array is (see the module docstring); decided from the last reader backwards."""
+    nodes = arrays.nodes
+    places = [Place.UNREAD] * len(nodes)
+    whole = _not_repeated(nodes)
+    uses = [0] * len(nodes)
+    needed = bytearray(len(nodes))
+    reduced = bytearray(len(nodes))
+    for output in arrays.outputs:
+        if output is not None:
+            uses[output] += 1
+            needed[output] = 1
+    for number in range(len(nodes) - 1, -1, -1):
+        node = nodes[number]
+        if node.form is Form.INPUT:
+            places[number] = Place.MEMORY
+        elif node.form is Form.RENAME and uses[number]:
+            places[number] = Place.REGISTERS
+            for i in node.inputs:
+                uses[i] += uses[number]
+                needed[i] |= needed[number]
+                reduced[i] |= reduced[number]
+        elif uses[number] or node.form is Form.LOOP:
+            kept = node.form not in FUSED or bool(needed[number]) or number in whole
+            kept = kept or (node.form is Form.COSTLY and uses[number] > 1)
+            taken_in = bool(reduced[number]) and node.taken_in and uses[number] == 1
+            kept = kept or (bool(reduced[number]) and not taken_in)
+            places[number] = Place.MEMORY if kept else Place.REDUCTION if taken_in else Place.REGISTERS
+            reads_memory = places[number] is Place.REDUCTION or (node.form is Form.REDUCE and reductions_read_memory)
+            for i in dict.fromkeys(node.inputs):
+                uses[i] += 1
+                if node.form in READ_BUFFERS:
+                    needed[i] = 1
+                elif reads_memory:
+                    reduced[i] = 1
+                elif nodes[i].form is Form.COSTLY and nodes[i].size_bytes < node.size_bytes:
+                    needed[i] = 1  # inside a kernel it would be computed once per element of the larger result
+    return places
+
+
+def _not_repeated(nodes: list[Node]) -> set[int]:
+    """Cheap nodes of several large inputs whose readers cannot all be one kernel.
+
+    That is so when a path leads from the node through a kernel to another reader of it. Bit b of ``near`` (``far``)
+    says that a path leads here from candidate b through no kernel (through one); a reader whose inputs have a bit
+    in both refuses that candidate.
+    """
+    users = Counter(i for node in nodes for i in set(node.inputs))
+    bits: dict[int, int] = {}
+    near = [0] * len(nodes)
+    far = [0] * len(nodes)
+    refused = 0
+    for number, node in enumerate(nodes):
+        close = distant = 0
+        for i in node.inputs:
+            close |= near[i]
+            distant |= far[i]
+        if node.form is not Form.RENAME:
+            refused |= close & distant
+            if node.form not in FUSED or (node.form is Form.COSTLY and users[number] > 1):
+                close, distant = 0, close | distant
+            elif node.form is Form.CHEAP and not node.unary and users[number] > 1:
+                bits[number] = 1 << len(bits)
+                close |= bits[number]
+        near[number], far[number] = close, distant
+    return {number for number, bit in bits.items() if refused & bit}
+
+
+def order_of(kernels: Kernels, first: int, platform: str) -> dict[int, int]:
+    """Position of each kernel, from ``first`` on; inputs stand at 0.
+
+    Breadth first on CPU; elsewhere in program order, which is close to what schedulers that save memory choose.
+    """
+    inputs = [number for number, node in enumerate(kernels.nodes) if node.form is Form.INPUT]
+    position = dict.fromkeys(inputs, 0)
+    if platform != "cpu":
+        return position | {kernel: first + time for time, kernel in enumerate(sorted(kernels.reads))}
+    users: dict[int, list[int]] = {}
+    waiting: dict[int, int] = {}
+    for kernel, reads in kernels.reads.items():
+        waiting[kernel] = len(reads)
+        for read in reads:
+            users.setdefault(read, []).append(kernel)
+    queue = deque([*inputs, *(kernel for kernel, count in waiting.items() if not count)])
+    time = first
+    while queue:
+        number = queue.popleft()
+        if number in kernels.reads:
+            position[number] = time
+            time += 1
+        for user in users.get(number, ()):
+            waiting[user] -= 1
+            if not waiting[user]:
+                queue.append(user)
+    return position
+
+
+def precedence(kernels: Kernels, position: dict[int, int], asked: set[int]) -> Callable[[int, int], bool]:
+    """A test whether kernel a (one of ``asked``) must run before kernel b, whatever the order."""
+    bits = {kernel: 1 << index for index, kernel in enumerate(sorted(asked))}
+    reached: dict[int, int] = {}
+    for kernel in sorted(kernels.reads, key=position.__getitem__):
+        mask = bits.get(kernel, 0)
+        for read in kernels.reads[kernel]:
+            mask |= reached.get(read, 0)
+        reached[kernel] = mask
+    return lambda a, b: bool(reached[b] & bits[a])
