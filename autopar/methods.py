@@ -14,6 +14,7 @@ opponents are as strong as their idea allows.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -127,27 +128,29 @@ class TensorParallel:
     name: str = "tensor_parallel"
 
     def meshes(self, cluster: Cluster) -> tuple[Mesh, ...]:
-        """data × model with the model axis innermost."""
+        """data × model with the model axis innermost; the model axis alone where it takes all devices."""
         count = cluster.num_devices
         sizes = [size for size in range(2, count + 1) if count % size == 0] or [1]
         if self.model_size is not None:
             if count % self.model_size:
                 raise PlanError(f"model_size={self.model_size} does not divide the {count} devices of {cluster.name}")
             sizes = [self.model_size]
-        return tuple(Mesh(("data", "model"), (count // size, size)) for size in sizes)
+        return tuple(mesh_of((count // size, size), cluster) for size in sizes)
 
     def restriction(self, subject: Subject, mesh: Mesh) -> Restriction:
         """Columns and rows over the model axis, the batch over the data axis."""
+        if "model" not in mesh.axis_names:
+            return DataParallel().restriction(subject, mesh)
         seeds = megatron_cuts(subject, mesh.axis_size("model"))
         reach = propagate(subject.graph, seeds, mesh.axis_size("model"), _is_any)
-        data = batch_reach(subject, mesh, "data")
+        data = {"data": batch_reach(subject, mesh, "data")} if "data" in mesh.axis_names else {}
         pinned = {}
         for position in subject.state:
             value = subject.graph.values[subject.graph.inputs[position]]
             dims = reach.get(value.id, frozenset())
             cut = tuple(("model",) if dim in dims else () for dim in range(len(value.shape)))
             pinned[value.id] = Layout(cut)
-        return Restriction(pinned=pinned, reach={"data": data, "model": reach})
+        return Restriction(pinned=pinned, pinned_copies=pinned, reach={**data, "model": reach})
 
 
 HAND_MADE: tuple[Method, ...] = (DataParallel(), Zero2(), Zero3(), TensorParallel())
@@ -167,14 +170,18 @@ def method_of(said: str | Method) -> Method:
 
 
 def mesh_of(shape: tuple[int, ...], cluster: Cluster) -> Mesh:
-    """The mesh of a shape; raises PlanError unless it uses all devices of the cluster with at most three axes."""
-    mesh = Mesh(("data", "model", "extra")[: len(shape)], tuple(shape)) if 1 <= len(shape) <= 3 else None
-    if mesh is None or mesh.size != cluster.num_devices:
+    """The mesh of a shape; raises PlanError unless it uses all devices of the cluster with at most three axes.
+
+    Axes of size 1 are left out: collectives along them are free, so a plan would be strewn with moves that do nothing.
+    """
+    if not 1 <= len(shape) <= 3 or min(shape) < 1 or math.prod(shape) != cluster.num_devices:
         raise PlanError(
             f"mesh_shape={tuple(shape)} does not fit {cluster.name}: give one to three sizes whose product is "
             f"{cluster.num_devices}, the number of its devices"
         )
-    return mesh
+    named = [(name, size) for name, size in zip(("data", "model", "extra"), shape, strict=False) if size != 1]
+    names, sizes = zip(*(named or [("data", 1)]), strict=True)
+    return Mesh(names, sizes)
 
 
 # ------------------------------------------------------------------------------------------------ what reaches what

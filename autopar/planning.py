@@ -79,9 +79,7 @@ def make_plan(
     meshes = method.meshes(cluster)
     if demands.mesh_shape is not None:
         wanted = mesh_of(demands.mesh_shape, cluster)
-        meshes = (
-            (wanted,) if isinstance(method, IntraOp) else tuple(m for m in meshes if m.axis_sizes == wanted.axis_sizes)
-        )
+        meshes = (wanted,) if isinstance(method, IntraOp) else tuple(mesh for mesh in meshes if mesh == wanted)
         if not meshes:
             raise PlanError(f"method={method.name!r} cannot use mesh_shape={demands.mesh_shape}; leave one of them out")
     state = subject.roles.leaves(Role.STATE)

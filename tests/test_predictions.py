@@ -1,6 +1,15 @@
-"""Predictions are made without compiling anything, and then held against what XLA compiled."""
+"""Is what is predicted without compiling what XLA compiles?
+
+While a step is planned nothing may be compiled: ``Lowered.compile`` raises, and JAX's own events, which every compilation
+sends, are counted.  Then the step is compiled and its HLO read: bytes that a device sends within 10%, arguments and
+outputs exact, ``argument + output − alias + temp`` within 15%.
+
+A toy on this machine's true figures is best left almost uncut, so the planner is also told of slow devices.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import jax
 import pytest
@@ -9,31 +18,75 @@ import autopar
 from autopar.cluster import Cluster
 from autopar.cost_model.hlo import memory_bytes, parse_module, step_seconds
 from benchmarks.models import FAMILIES, build
+from tests.toy_runs import METHODS, eight_slow_devices
 
 BYTES_TOLERANCE = 0.10
 TOTAL_TOLERANCE = 0.15
+SMALL_BYTES = 256  # scalars, such as the loss and the norm of the gradients
+
+DEFAULT = tuple((name, method) for name in FAMILIES for method in ("auto", "data_parallel", "tensor_parallel"))
 
 
-@pytest.mark.parametrize("method", ["auto", "data_parallel", "tensor_parallel"])
-@pytest.mark.parametrize("name", list(FAMILIES))
-def test_collectives_and_memory_are_those_of_the_compiled_program(
-    name: str, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = build(name, "toy")
-    state, batch = model.abstract_state(), model.abstract_batch()
-    cluster = Cluster.local()
-    step = autopar.parallelize(model.train_step)
-    with monkeypatch.context() as patched:
-        patched.setattr(jax.stages.Lowered, "compile", _refuse)
-        plan = step.plan(state, batch, method=method, cluster=cluster)
-    compiled = step.compile(state, batch, method=method, cluster=cluster)
-    assert compiled.plan is plan
-    cost = step_seconds(parse_module(compiled.as_text()), cluster)
-    predicted_wire = sum(use.wire_bytes for use in plan.prediction.collectives)
-    assert predicted_wire == pytest.approx(cost.wire_bytes, rel=BYTES_TOLERANCE, abs=256)
-    memory, actual = plan.prediction.memory, memory_bytes(compiled)
-    assert (memory.argument_bytes, memory.output_bytes) == (actual.argument, actual.output)
+@pytest.fixture
+def compilations() -> Iterator[list[str]]:
+    """The name of every compilation's event from now on."""
+    seen: list[str] = []
+
+    def listen(event: str, duration: float, **details: object) -> None:
+        if event.endswith("/backend_compile_duration"):
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def _refuse(*args: object, **kwargs: object) -> None:
     raise AssertionError("planning compiled something")
+
+
+def check(name: str, size: str, method: str, cluster: Cluster, compilations: list[str]) -> None:
+    model = build(name, size)
+    state, batch = model.abstract_state(), model.abstract_batch()
+    step = autopar.parallelize(cluster=cluster, method=method)(model.train_step)
+    compilations.clear()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(jax.stages.Lowered, "compile", _refuse)
+        plan = step.plan(state, batch)
+    assert compilations == []
+    compiled = step.compile(state, batch)
+    assert len(compilations) > 0  # the listener hears compilations
+    assert compiled.plan is plan
+
+    wire_bytes = step_seconds(parse_module(compiled.as_text()), cluster).wire_bytes
+    predicted = sum(use.wire_bytes for use in plan.prediction.collectives)
+    assert predicted == pytest.approx(wire_bytes, rel=BYTES_TOLERANCE, abs=SMALL_BYTES)
+    memory, actual = plan.prediction.memory, memory_bytes(compiled)
+    assert (memory.argument_bytes, memory.output_bytes) == (actual.argument, actual.output)
+    assert memory.alias_bytes == actual.alias
+    assert memory.total_bytes == pytest.approx(actual.total, rel=TOTAL_TOLERANCE)
+
+
+# Data parallelism at toy size: XLA keeps about a quarter more temporaries than predicted; why is not yet found.
+TOO_LOW = pytest.mark.xfail(reason="memory predicted 20–25 % too low", strict=False)
+CASES = [
+    pytest.param(*case, marks=TOO_LOW)
+    if tuple(case) in {("mlp_nnx", "data_parallel"), ("llama_nnx", "data_parallel")}
+    else case
+    for case in DEFAULT
+]
+
+
+@pytest.mark.parametrize(("name", "method"), CASES)
+def test_a_toys_collectives_and_memory_are_the_compiled_programs(
+    name: str, method: str, compilations: list[str]
+) -> None:
+    check(name, "toy", method, eight_slow_devices(), compilations)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", list(FAMILIES))
+@pytest.mark.parametrize("size", ["toy", "bench"])
+def test_on_this_machines_own_figures(name: str, method: str, size: str, compilations: list[str]) -> None:
+    check(name, size, method, Cluster.local(), compilations)

@@ -81,6 +81,7 @@ class Node:
     tenant: Tenant
     value: int
     source: Operator | None
+    shape: tuple[int, ...] = ()
     elementwise: bool = False
     unary: bool = True
     widens: bool = False
@@ -152,7 +153,6 @@ class _Builder:
         self._program = program
         self._platform = platform
         self._on_cpu = platform == "cpu"
-        self._shapes: dict[Buffer, tuple[int, ...]] = {}
         self._made: dict[object, int] = {}
         self._uses = Counter(
             buffer
@@ -170,11 +170,7 @@ class _Builder:
             self._buffer(Form.INPUT, (), constant, Tenant.ACTIVATION, None)
 
     def _shape(self, buffer: Buffer) -> tuple[int, ...]:
-        shape = self._shapes.get(buffer)
-        if shape is None:
-            shape = local_shape(self._program.values[buffer.value].shape, buffer.layout, self._program.mesh)
-            self._shapes[buffer] = shape
-        return shape
+        return local_shape(self._program.values[buffer.value].shape, buffer.layout, self._program.mesh)
 
     def _bytes(self, buffer: Buffer) -> int:
         return self._program.values[buffer.value].itemsize_bytes * math.prod(self._shape(buffer))
@@ -188,7 +184,10 @@ class _Builder:
     def _buffer(
         self, form: Form, inputs: tuple[int, ...], buffer: Buffer, tenant: Tenant, source: Operator | None
     ) -> int:
-        self.at[buffer] = number = self._add(form, inputs, self._bytes(buffer), tenant, buffer.value, source)
+        shape = self._shape(buffer)
+        size = self._program.values[buffer.value].itemsize_bytes * math.prod(shape)
+        self.at[buffer] = number = self._add(form, inputs, size, tenant, buffer.value, source)
+        self.arrays.nodes[number].shape = shape
         return number
 
     def _once(self, key: tuple[object, ...], make: Callable[[], int]) -> int:
@@ -200,7 +199,9 @@ class _Builder:
     def _again(self, node: int, form: Form) -> int:
         """A node for the same array once more."""
         old = self.arrays.nodes[node]
-        return self._add(form, (node,), old.size_bytes, old.tenant, old.value, old.source)
+        number = self._add(form, (node,), old.size_bytes, old.tenant, old.value, old.source)
+        self.arrays.nodes[number].shape = old.shape
+        return number
 
     def _relayout(self, node: int, order: tuple[int, ...]) -> int:
         """The same array with its dimensions in another order in memory."""
@@ -220,6 +221,7 @@ class _Builder:
             ends = Buffer(step.source.value, before), Buffer(step.source.value, layout)
             make = partial(self._move, step, move, node, *ends)
             node = self._once((node, move), make)
+            self.arrays.nodes[node].shape = self._shape(ends[1])
         self.at[step.target] = node
 
     def _move(self, step: Reshard, move: Move, node: int, before: Buffer, after: Buffer) -> int:
@@ -298,7 +300,8 @@ class _Builder:
             self._random_bits(step, inputs)
             return
         if elementwise:
-            inputs = tuple(self._widened(buffer, step.results[0]) for buffer in step.operands if buffer is not None)
+            shape = self._shape(step.results[0])
+            inputs = tuple(self._widened(node, shape) for node in inputs)
         number, fresh = self._computed(form, inputs, step)
         if not fresh:
             return
@@ -339,18 +342,19 @@ class _Builder:
         node = self.arrays.nodes[self._buffer(Form.CHEAP, tuple(after), result, self._tenant(operator), operator)]
         node.elementwise, node.unary = True, False
 
-    def _widened(self, operand: Buffer, result: Buffer) -> int:
+    def _widened(self, node: int, shape: tuple[int, ...]) -> int:
         """An operand of elementwise work in the shape of the result: dimensions of size one are broadcast first."""
-        node, shape = self.at[operand], self._shape(result)
-        if not self._shape(operand) or self._shape(operand) == shape:
-            return node
-        return self._once((node, shape), lambda: self._broadcast(node, math.prod(shape)))
+        narrow = self.arrays.nodes[node].shape
+        return (
+            node if not narrow or narrow == shape else self._once((node, shape), partial(self._broadcast, node, shape))
+        )
 
-    def _broadcast(self, narrow: int, count: int) -> int:
-        old = self.arrays.nodes[narrow]
-        size = self._program.values[old.value].itemsize_bytes * count
-        number = self._add(Form.CHEAP, (narrow,), size, old.tenant, old.value, old.source)
-        self.arrays.nodes[number].taken_in = self.arrays.nodes[number].widens = True
+    def _broadcast(self, narrow: int, shape: tuple[int, ...]) -> int:
+        number = self._again(narrow, Form.CHEAP)
+        node = self.arrays.nodes[number]
+        node.size_bytes = self._program.values[node.value].itemsize_bytes * math.prod(shape)
+        node.shape = shape
+        node.taken_in = node.widens = True
         return number
 
     def _dot(self, step: Run) -> None:
@@ -359,7 +363,8 @@ class _Builder:
         inputs = []
         for side, buffer in enumerate(step.operands):
             assert buffer is not None
-            node, shape = self.at[buffer], self._shape(buffer)
+            node = self.at[buffer]
+            shape = self.arrays.nodes[node].shape
             order = _dot_order(len(shape), contracting[side], batch[side], side)
             long = [dim for dim in order if shape[dim] > 1]
             # A transposed matrix is read as such; of more dimensions a copy is made.
@@ -369,13 +374,13 @@ class _Builder:
                 node = self._once((node, "matrix"), partial(self._again, node, Form.RENAME))
             inputs.append(node)
         number, _ = self._computed(Form.KERNEL, tuple(inputs), step)
-        if len(self._shape(step.results[0])) > len(batch[0]) + 2:
+        if len(self.arrays.nodes[number].shape) > len(batch[0]) + 2:
             self.at[step.results[0]] = self._once((number, "array"), partial(self._again, number, Form.RENAME))
 
     def _computed(self, form: Form, inputs: tuple[int, ...], step: Run) -> tuple[int, bool]:
         """The node of an operator's result, and whether it is new: equal work is done once, as XLA sees to it."""
         operator, result = step.operator, step.results[0]
-        alike = self._run.setdefault((operator.primitive, inputs, self._shape(result), result.layout), [])
+        alike = self._run.setdefault((operator.primitive, inputs, step.strategy.factors), [])
         for equation, known in alike:
             if same_equation(equation, operator.equation):
                 self.at[result] = known
@@ -427,8 +432,9 @@ class _Builder:
             self._add(Form.KERNEL, inputs, self._bytes(buffer), self._tenant(operator), buffer.value, operator)
             for buffer in step.results
         ]
+        branches = []
         for body in step.bodies:
-            branch = self._add(Form.LOOP, (*inputs, *owned), 0, Tenant.LOOP, -1, operator)
-            self.arrays.nodes[branch].inner = arrays_of(body, (), self._platform)
+            branches.append(self._add(Form.LOOP, (*inputs, *owned), 0, Tenant.LOOP, -1, operator))
+            self.arrays.nodes[branches[-1]].inner = arrays_of(body, (), self._platform)
         for buffer, node in zip(step.results, owned, strict=True):
-            self._buffer(Form.RENAME, (node, branch), buffer, self._tenant(operator), operator)
+            self._buffer(Form.RENAME, (node, *branches), buffer, self._tenant(operator), operator)

@@ -14,7 +14,7 @@ first served.  So gathered parameters and zeros to accumulate into exist from th
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -245,7 +245,7 @@ def order_of(kernels: Kernels, first: int, platform: str) -> dict[int, int]:
     return position
 
 
-def precedence(kernels: Kernels, position: dict[int, int], asked: set[int]) -> Callable[[int, int], bool]:
+def precedence(kernels: Kernels, position: Mapping[int, int], asked: set[int]) -> Callable[[int, int], bool]:
     """A test whether kernel a (one of ``asked``) must run before kernel b, whatever the order."""
     bits = {kernel: 1 << index for index, kernel in enumerate(sorted(asked))}
     reached: dict[int, int] = {}

@@ -17,7 +17,6 @@ The referee is ``compiled.memory_analysis()`` of XLA:CPU.  For other platforms t
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ POINTER_BYTES = 8
 PACKED_BUFFERS = 512
 """So many of the biggest buffers are given offsets; smaller ones fit between them."""
 
-NEGLIGIBLE_SHARE = 1e-4
+NEGLIGIBLE_SHARE = 1e-3
 """Buffers below this share of the biggest are not moved into idle arguments: they are many, and it changes nothing."""
 
 LARGEST_TENANTS = 12
@@ -56,12 +55,27 @@ class Tenancy:
     end: int
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """``size_bytes`` needed from one time to another; what runs in a loop's body lies within the loop's one unit."""
+
+    size_bytes: int
+    start: float
+    stop: float
+
+
 @dataclass(frozen=True)
 class Timeline:
-    """Scratch bytes of one level, and whose they are at its fullest moment."""
+    """Scratch buffers of one level: bytes that live at its fullest moment, whose they are, and all buffers."""
 
-    temp_bytes: int
+    live_bytes: int
     tenants: tuple[tuple[Node, int], ...]
+    spans: tuple[Span, ...]
+
+    @property
+    def temp_bytes(self) -> int:
+        """Bytes of the block that holds all buffers."""
+        return max(self.live_bytes, packed_bytes(self.spans))
 
 
 def predict_memory(
@@ -89,12 +103,13 @@ def predict_memory(
         literals[position] if node is None else arrays.nodes[node].size_bytes
         for position, node in enumerate(arrays.outputs)
     ]
+    temp_bytes = line.temp_bytes
     return Memory(
         argument_bytes=sum(arguments),
         output_bytes=sum(results) + POINTER_BYTES * len(results),
         alias_bytes=sum(arguments[source] for source, _ in pairs),
-        temp_bytes=line.temp_bytes,
-        by_kind=_by_kind(line, fusion),
+        temp_bytes=temp_bytes,
+        by_kind=_by_kind(line, temp_bytes, fusion),
         largest=_largest(line, program, sum(arguments)),
     )
 
@@ -103,12 +118,12 @@ def _bytes_of_literal(atom: Any) -> int:
     return int(atom.val.nbytes) if isinstance(atom, _compat.Literal) and hasattr(atom.val, "nbytes") else 0
 
 
-def _by_kind(line: Timeline, fusion: Fusion) -> dict[str, int]:
+def _by_kind(line: Timeline, temp_bytes: int, fusion: Fusion) -> dict[str, int]:
     kinds: Counter[str] = Counter()
     for node, size in line.tenants:
         local = node.tenant in OF_A_PHASE and node.value not in fusion.materialised
         kinds[(Tenant.COPY if local else node.tenant).value] += size
-    kinds["gaps between buffers"] = line.temp_bytes - sum(kinds.values())
+    kinds["gaps between buffers"] = temp_bytes - sum(kinds.values())
     return {kind: size for kind, size in kinds.most_common() if size}
 
 
@@ -131,7 +146,7 @@ def _largest(line: Timeline, program: SpmdProgram, argument_bytes: int) -> tuple
 
 
 def timeline(arrays: Arrays, platform: str) -> Timeline:
-    """Scratch bytes of a level, those of the bodies of its loops included."""
+    """Scratch buffers of a level, those of the bodies of its loops included."""
     kernels = kernels_of(arrays, platform)
     position = order_of(kernels, len(arrays.pairs) + 1, platform)
     end: dict[int, int] = {}
@@ -207,36 +222,27 @@ def _lodge(buffers: list[Tenancy], idle: list[Tenancy]) -> list[Tenancy]:
     if not buffers or not idle:
         return buffers
     least = NEGLIGIBLE_SHARE * max(buffer.size_bytes for buffer in buffers)
-    holes = sorted((hole for hole in idle if hole.size_bytes >= least and hole.start <= hole.end), key=_size)
-    guests: list[list[Tenancy]] = [[] for _ in holes]
+    holes = sorted((hole.size_bytes, hole.start, hole.end) for hole in idle if hole.size_bytes >= least)
+    sizes, starts, ends = np.array(holes, dtype=np.int64).reshape(-1, 3).T
     kept = []
-    for buffer in sorted(buffers, key=_size, reverse=True):
-        host = _host(buffer, holes, guests) if buffer.size_bytes >= least else None
-        (kept if host is None else host).append(buffer)
+    for buffer in sorted(buffers, key=lambda buffer: -buffer.size_bytes):
+        fits = (sizes >= max(buffer.size_bytes, least)) & (starts <= buffer.start) & (ends >= buffer.end)
+        if buffer.size_bytes < least or not fits.any():
+            kept.append(buffer)
+            continue
+        k = int(fits.argmax())  # what is left of the hole are two, before and after
+        sizes = np.insert(sizes, k, sizes[k])
+        starts = np.insert(starts, k + 1, buffer.end + 1)
+        ends = np.insert(ends, k, buffer.start - 1)
     return kept
 
 
-def _size(tenancy: Tenancy) -> int:
-    return tenancy.size_bytes
-
-
-def _host(buffer: Tenancy, holes: list[Tenancy], guests: list[list[Tenancy]]) -> list[Tenancy] | None:
-    for k in range(bisect_left(holes, buffer.size_bytes, key=_size), len(holes)):
-        hole = holes[k]
-        if (
-            hole.start <= buffer.start
-            and buffer.end <= hole.end
-            and all(buffer.end < guest.start or guest.end < buffer.start for guest in guests[k])
-        ):
-            return guests[k]
-    return None
-
-
 def _fullest(nodes: list[Node], buffers: list[Tenancy], bodies: list[tuple[int, Timeline]]) -> Timeline:
-    spans = [(buffer.size_bytes, buffer.start, buffer.end) for buffer in buffers]
-    spans += [(body.temp_bytes, moment, moment) for moment, body in bodies]
     change: Counter[int] = Counter()
-    for size, start, stop in spans:
+    for size, start, stop in [
+        *((buffer.size_bytes, buffer.start, buffer.end) for buffer in buffers),
+        *((body.live_bytes, moment, moment) for moment, body in bodies),
+    ]:
         change[start] += size
         change[stop + 1] -= size
     held = peak = when = 0
@@ -245,31 +251,37 @@ def _fullest(nodes: list[Node], buffers: list[Tenancy], bodies: list[tuple[int, 
         if held > peak:
             peak, when = held, moment
     tenants = [(nodes[buffer.node], buffer.size_bytes) for buffer in buffers if buffer.start <= when <= buffer.end]
+    spans = [Span(buffer.size_bytes, buffer.start, buffer.end + 1) for buffer in buffers]
     for moment, body in bodies:
+        length = max((span.stop for span in body.spans), default=1.0)
+        spans += [
+            Span(span.size_bytes, moment + span.start / length, moment + span.stop / length) for span in body.spans
+        ]
         if moment == when:
             tenants += body.tenants
-    return Timeline(max(peak, packed_bytes(spans)), tuple(tenants))
+    return Timeline(peak, tuple(tenants), tuple(spans))
 
 
-def packed_bytes(spans: Sequence[tuple[int, int, int]]) -> int:
-    """Bytes of one block that holds the biggest of ``spans`` (bytes, first and last position) at fixed offsets.
+def packed_bytes(spans: Sequence[Span]) -> int:
+    """Bytes of one block that holds the biggest of ``spans`` at fixed offsets, those of overlapping times apart.
 
     Biggest first, each into the smallest hole that is long enough, as XLA does; ties in two orders, of which the
     better counts.
     """
-    biggest = sorted(spans, key=lambda span: (-span[0], span[1]))[:PACKED_BUFFERS]
-    longest = sorted(biggest, key=lambda span: (-span[0], span[1] - span[2]))
+    biggest = sorted(spans, key=lambda span: (-span.size_bytes, span.start))[:PACKED_BUFFERS]
+    longest = sorted(biggest, key=lambda span: (-span.size_bytes, span.start - span.stop))
     return min(_pack(biggest), _pack(longest))
 
 
-def _pack(spans: Sequence[tuple[int, int, int]]) -> int:
-    start, stop, low, high = np.zeros((4, len(spans)), dtype=np.int64)
-    for number, (size, begin, finish) in enumerate(spans):
-        near = np.flatnonzero((start[:number] <= finish) & (stop[:number] >= begin))
+def _pack(spans: Sequence[Span]) -> int:
+    start, stop = np.array([(span.start, span.stop) for span in spans]).reshape(-1, 2).T
+    low, high = np.zeros((2, len(spans)), dtype=np.int64)
+    for number, span in enumerate(spans):
+        near = np.flatnonzero((start[:number] < span.stop) & (stop[:number] > span.start))
         near = near[np.argsort(low[near], kind="stable")]
         tops = np.concatenate(([0], np.maximum.accumulate(high[near])))
         holes = low[near] - tops[:-1]
-        fits = np.flatnonzero(holes >= size)
-        place = int(tops[fits[np.argmin(holes[fits])]] if len(fits) else tops[-1])
-        start[number], stop[number], low[number], high[number] = begin, finish, place, place + size
+        fits = np.flatnonzero(holes >= span.size_bytes)
+        low[number] = tops[fits[np.argmin(holes[fits])]] if len(fits) else tops[-1]
+        high[number] = low[number] + span.size_bytes
     return int(high.max(initial=0))
