@@ -70,7 +70,7 @@ def traffic(compiled: Any) -> dict[Collective, float]:
 
 
 # With one axis over all devices the planner completes Megatron's layout with gathers and reduce-scatters of its own.
-COMPLETED_OTHERWISE = pytest.mark.xfail(reason="tensor_parallel is not yet Megatron to the letter", strict=True)
+COMPLETED_OTHERWISE = pytest.mark.xfail(reason="tensor_parallel is not yet Megatron to the letter", strict=False)
 
 
 @pytest.mark.parametrize(
