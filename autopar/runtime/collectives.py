@@ -79,7 +79,10 @@ def _apply(x: jax.Array, move: Move, mesh: Mesh) -> jax.Array:
             return lax.psum_scatter(x, move.axes, scatter_dimension=move.dim, tiled=True)
         case MoveKind.ALL_TO_ALL:
             _piece_extent(x, move.to_dim, pieces, move)
-            return lax.all_to_all(x, move.axes, split_axis=move.to_dim, concat_axis=move.dim, tiled=True)
+            # XLA:CPU else merges a transposition into it and refuses its own result.
+            return lax.all_to_all(
+                lax.optimization_barrier(x), move.axes, split_axis=move.to_dim, concat_axis=move.dim, tiled=True
+            )
         case MoveKind.MASK:
             return jnp.where(is_first(move.axes), x, jnp.zeros_like(x))
 
