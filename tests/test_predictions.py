@@ -67,7 +67,7 @@ def check(name: str, size: str, method: str, cluster: Cluster, compilations: lis
     assert memory.total_bytes == pytest.approx(actual.total, rel=TOTAL_TOLERANCE)
 
 
-# Data parallelism at toy size: XLA keeps about a quarter more temporaries than predicted; why is not yet found.
+# XLA merges the gradients' all-reduces of these toys into one, which keeps all of them alive at once: not yet modelled.
 TOO_LOW = pytest.mark.xfail(reason="memory predicted 20–25 % too low", strict=False)
 CASES = [
     pytest.param(*case, marks=TOO_LOW)
