@@ -56,7 +56,7 @@ class Method(Protocol):
 class IntraOp:
     """The integer program over every layout, on every mesh of up to ``max_axes`` axes (or on one ``mesh_shape``)."""
 
-    max_axes: int = 2
+    max_axes: int = 3
     mesh_shape: tuple[int, ...] | None = None
     name: str = "intra_op"
 

@@ -176,8 +176,8 @@ def test_runner_up_costs_what_an_independent_solution_costs(planned: Any, argume
         assert sum(change.seconds for change in last.changes) == pytest.approx(last.extra_seconds, rel=0.2)
 
 
-def test_resolver_agrees_with_the_solver_for_every_single_ban(planned: Any, arguments: Any) -> None:
-    _, _, found = planned.records(*arguments)
+def test_resolver_agrees_with_the_solver_for_every_single_ban(arguments: Any) -> None:
+    _, _, found = autopar.parallelize(cluster=V100S, mesh_shape=(2, 4))(mlp_step).records(*arguments)
     asked = [number for number, options in enumerate(found.choices.options) if len(options) > 2][:8]
     resolver = Resolver(found.model, asked, found.model.cost(found.options))
     for number in asked:
@@ -267,7 +267,7 @@ def test_a_plan_does_not_differ_from_itself(explained: Explanation, planned: Any
     again = autopar.explain(planned, *arguments)
     difference = explained.diff(again)
     assert difference.is_empty
-    assert "the same layouts" in str(difference)
+    assert "the same layouts" in " ".join(str(difference).split())
 
 
 def test_two_plans_differ_where_their_layouts_do(explained: Explanation, zero3: Explanation) -> None:

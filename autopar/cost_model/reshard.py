@@ -15,7 +15,7 @@ import numpy as np
 from autopar.cluster import Cluster, Mesh, Platform
 from autopar.cost_model.collectives import Collective, collective_seconds
 from autopar.plan import Layout
-from autopar.schedule.reshard import Move, MoveKind, after_move, layouts_of, moves_between, shares
+from autopar.schedule.reshard import Move, MoveKind, representative, shares, ways_between
 
 COLLECTIVE_OF_MOVE = {
     MoveKind.ALL_GATHER: Collective.ALL_GATHER,
@@ -67,31 +67,27 @@ def reshard_table(shape: tuple[int, ...], mesh: Mesh, cluster: Cluster, *, combi
 
     With ``combined``, the collectives that the backend merges (:data:`COMBINED`) cost no latency of their own.
     """
-    return _table(_class_representative(shape, mesh), mesh, cluster, combined)
-
-
-def _class_representative(shape: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
-    """The smallest shape with the same divisible dimensions: gcd of each extent with the number of devices."""
-    return tuple(int(np.gcd(extent, mesh.size)) for extent in shape)
+    return _table(representative(shape, mesh), mesh, cluster, combined)
 
 
 @cache
 def _table(shape: tuple[int, ...], mesh: Mesh, cluster: Cluster, combined: bool) -> ReshardTable:
-    layouts = layouts_of(shape, mesh, partial=True)
-    count = len(layouts)
+    ways = ways_between(shape, mesh)
+    count = len(ways.layouts)
+    arc_latency = np.zeros((count, count))
+    arc_per_byte = np.zeros((count, count))
+    for (source, target), move in ways.arcs.items():
+        alone = move_seconds(move, ways.layouts[source], 0.0, mesh, cluster)
+        large = move_seconds(move, ways.layouts[source], 1e9, mesh, cluster)
+        merged = combined and COLLECTIVE_OF_MOVE.get(move.kind) in COMBINED[cluster.device.platform]
+        arc_latency[source, target] = 0.0 if merged else alone
+        arc_per_byte[source, target] = (large - alone) / 1e9
     latency = np.zeros((count, count))
     per_byte = np.zeros((count, count))
-    prices: dict[tuple[Move, Layout], tuple[float, float]] = {}
-    for row, source in enumerate(layouts):
-        for column, target in enumerate(layouts):
-            layout = source
-            for move in moves_between(shape, source, target, mesh):
-                if (price := prices.get((move, layout))) is None:
-                    alone = move_seconds(move, layout, 0.0, mesh, cluster)
-                    large = move_seconds(move, layout, 1e9, mesh, cluster)
-                    merged = combined and COLLECTIVE_OF_MOVE.get(move.kind) in COMBINED[cluster.device.platform]
-                    price = prices[move, layout] = (0.0 if merged else alone, (large - alone) / 1e9)
-                latency[row, column] += price[0]
-                per_byte[row, column] += price[1]
-                layout = after_move(layout, move, mesh)
-    return ReshardTable({layout: number for number, layout in enumerate(layouts)}, latency, per_byte)
+    start, here = np.indices((count, count))
+    while (under_way := start != here).any():  # all ways at once, one arc back per round
+        previous = np.where(under_way, ways.before[start, here], here)
+        latency += np.where(under_way, arc_latency[previous, here], 0.0)
+        per_byte += np.where(under_way, arc_per_byte[previous, here], 0.0)
+        here = previous
+    return ReshardTable(dict(ways.index), latency, per_byte)

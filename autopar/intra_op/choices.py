@@ -12,7 +12,7 @@ replicated work is paid in full), reductions by max and min and those of scalars
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -59,6 +59,13 @@ class Choices:
         mesh = Mesh(told(self.mesh.axis_names), self.mesh.axis_sizes)
         options: list[Any] = [[other(option) for option in options] for options in self.options]
         return replace(self, mesh=mesh, options=options)
+
+    def narrowed(self, kept: Sequence[np.ndarray]) -> Choices:
+        """The same choices with only some options (positions, ascending) of every class."""
+        pairs = {(i, j): costs[np.ix_(kept[i], kept[j])] for (i, j), costs in self.edge_seconds.items()}
+        options: list[Any] = [[one[k] for k in left] for one, left in zip(self.options, kept, strict=True)]
+        seconds = [one[left] for one, left in zip(self.node_seconds, kept, strict=True)]
+        return Choices(self.mesh, options, seconds, pairs)
 
 
 def choices_on(

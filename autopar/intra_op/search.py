@@ -1,5 +1,10 @@
 """The best plan for one program on one set of devices: every logical mesh shape, one integer program each.
 
+A mesh of three axes has so many layouts that its integer program is too large to be solved as it is (options enter
+squared).  Such a *wide* program is bounded from below first (:mod:`autopar.intra_op.bound`): where the bound says that it
+cannot beat the best plan so far by more than ``WORTH_SHARE``, it is left alone; otherwise every class keeps the options
+of least regret, the program over those is solved exactly, and the bound says how far from the optimum that can be.
+
 The memory budget enters as rows of the program at a few critical moments.  They are a model of a model (whole-array
 liveness, scaled by the chosen layouts), so the stage that comes out is lowered and its memory predicted exactly; where
 that exceeds the budget, the rows are tightened by the difference and the program is solved again.
@@ -8,7 +13,7 @@ that exceeds the budget, the rows are tightened by the difference and the progra
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,6 +25,7 @@ from autopar.errors import PlanError
 from autopar.graph.ir import Graph
 from autopar.graph.moments import critical_moments
 from autopar.intra_op.alike import Quotient, merge_alike
+from autopar.intra_op.bound import Bound, lower_bound
 from autopar.intra_op.choices import Choices, choices_on
 from autopar.intra_op.extract import stage_of
 from autopar.intra_op.ilp import solve
@@ -32,6 +38,18 @@ from autopar.schedule.spmd import SpmdProgram, lower, output_layouts
 
 TIGHTENINGS = 6
 """How often the memory rows are tightened before a budget is called impossible."""
+
+EXACT_VARIABLES = 500_000
+"""A program of at most so many variables is solved as it is."""
+
+KEPT_OPTIONS = 16
+"""Options of least regret that a class of a wide program keeps."""
+
+LEAN_OPTIONS = 6
+"""Options that hold the fewest bytes, kept as well as long as no plan keeps the budget."""
+
+WORTH_SHARE = 2e-3
+"""A wide program that cannot beat the best plan by more than this share is not solved."""
 
 
 @dataclass(frozen=True)
@@ -85,35 +103,86 @@ def search(task: Task) -> Found:
     """
     started = time.monotonic()
     problem = state_problem(task.graph, task.state_pairs)
-    solved: list[_OnMesh] = []
-    refusals: list[PlanError] = []
+    known: dict[frozenset[tuple[int, Hashable]], Quotient] = {}
+    best = _Best(task)
+    wide: list[_OnMesh] = []
+    solved: list[tuple[_OnMesh, Solution]] = []
     for mesh in task.meshes:
         task.report_progress(f"solving for mesh {mesh}")
         try:
-            solved.append(_solve_on(task, problem, mesh))
+            on_mesh = _on_mesh(task, problem, mesh, known)
+            if on_mesh.model.num_variables > EXACT_VARIABLES:
+                wide.append(on_mesh)
+            else:
+                solved.append((on_mesh, on_mesh.solve()))
         except PlanError as error:
-            refusals.append(error)
-    best: Found | None = None
-    best_cost = float("inf")
-    leanest: Memory | None = None
-    for candidate in sorted(solved, key=lambda on_mesh: on_mesh.solution.cost):
-        if candidate.solution.cost >= best_cost:
-            break
-        task.report_progress(f"laying out on mesh {candidate.choices.mesh}")
+            best.refusals.append(error)
+    for on_mesh, solution in sorted(solved, key=lambda found: found[1].cost):
+        if solution.cost < best.cost:
+            best.offer(on_mesh, solution)
+    for on_mesh in wide:
+        task.report_progress(f"bounding the plans on mesh {on_mesh.choices.mesh}")
+        enough = best.cost * (1 - WORTH_SHARE)
+        bound = lower_bound(on_mesh.model, enough=enough)
+        if bound.cost < enough:
+            task.report_progress(f"solving for mesh {on_mesh.choices.mesh}")
+            _offer_narrowed(best, on_mesh, bound)
+    return best.found(seconds=time.monotonic() - started)
+
+
+class _Best:
+    """Owns the best plan so far and what spoke against the others."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._found: Found | None = None
+        self._leanest: Memory | None = None
+        self.cost = float("inf")
+        self.refusals: list[PlanError] = []
+
+    def offer(self, on_mesh: _OnMesh, solution: Solution) -> None:
+        """Complete a solution, bring it within the budget, and keep it if it is the best."""
+        self._task.report_progress(f"laying out on mesh {on_mesh.choices.mesh}")
         try:
-            found, cost = _within_budget(candidate)
-            found = _called_after_batch(candidate, found)
+            found, cost = _within_budget(on_mesh, solution)
         except _OverBudgetError as error:
-            if leanest is None or error.memory.total_bytes < leanest.total_bytes:
-                leanest = error.memory
-            continue
-        if cost < best_cost:
-            best, best_cost = found, cost
-    if best is None:
-        raise PlanError(_over_budget_message(task, leanest)) if leanest is not None else refusals[0]
-    tried = tuple(str(mesh) for mesh in task.meshes)
-    report = replace(best.solver, seconds=time.monotonic() - started, meshes_tried=tried)
-    return replace(best, solver=report)
+            if self._leanest is None or error.memory.total_bytes < self._leanest.total_bytes:
+                self._leanest = error.memory
+            return
+        if cost < self.cost:
+            self._found, self.cost = _called_after_batch(on_mesh, found), cost
+
+    def found(self, *, seconds: float) -> Found:
+        """The best plan; raises :class:`~autopar.errors.PlanError` when there is none."""
+        if self._found is None:
+            if self._leanest is None:
+                raise self.refusals[0]
+            raise PlanError(_over_budget_message(self._task, self._leanest))
+        tried = tuple(str(mesh) for mesh in self._task.meshes)
+        return replace(self._found, solver=replace(self._found.solver, seconds=seconds, meshes_tried=tried))
+
+
+def _offer_narrowed(best: _Best, on_mesh: _OnMesh, bound: Bound) -> None:
+    """Solve a wide program over the options that are worth a look."""
+    narrow = on_mesh.narrowed(_worth_a_look(on_mesh, bound, lean=not np.isfinite(best.cost)), bound.cost)
+    try:
+        solution = narrow.solve()
+    except PlanError as error:
+        best.refusals.append(error)
+        return
+    if solution.cost < best.cost:
+        best.offer(narrow, solution)
+
+
+def _worth_a_look(on_mesh: _OnMesh, bound: Bound, *, lean: bool) -> list[np.ndarray]:
+    """For each class the options of least regret; with ``lean`` also the best of those that hold the fewest bytes."""
+    kept = [np.sort(np.argsort(regrets, kind="stable")[:KEPT_OPTIONS]) for regrets in bound.regrets]
+    if lean:
+        for number, regrets in enumerate(bound.regrets):
+            held = _fractions(on_mesh.problem, on_mesh.quotient, on_mesh.choices, number)
+            if held.any():
+                kept[number] = np.union1d(kept[number], np.lexsort((regrets, held))[:LEAN_OPTIONS])
+    return kept
 
 
 class _OverBudgetError(PlanError):
@@ -135,14 +204,26 @@ def _over_budget_message(task: Task, leanest: Memory) -> str:
 
 @dataclass(frozen=True)
 class _OnMesh:
-    """The problem on one mesh, with its optimum regardless of the budget."""
+    """The problem on one mesh; ``floor`` is a bound of its own on what any plan there costs, where options are missing."""
 
     task: Task
     problem: Problem
     quotient: Quotient
     choices: Choices
     model: Model
-    solution: Solution
+    floor: float = float("inf")
+
+    def solve(self) -> Solution:
+        """The optimum regardless of the budget."""
+        solution = solve(self.model, time_limit_seconds=self.task.solver_seconds)
+        if solution is None:
+            raise PlanError(f"the demands leave no plan on the mesh {self.choices.mesh}")
+        return solution
+
+    def narrowed(self, kept: Sequence[np.ndarray], floor: float) -> _OnMesh:
+        """The same with only some options of every class."""
+        choices = self.choices.narrowed(kept)
+        return replace(self, choices=choices, model=Model(choices.node_seconds, choices.edge_seconds), floor=floor)
 
     def complete(self, solution: Solution) -> Found:
         """Lower a solution and predict all of it."""
@@ -157,29 +238,32 @@ class _OnMesh:
             platform=task.cluster.device.platform.value,
         )
         prediction = predict(program, problem.fusion, task.cluster, memory)
-        report = SolverReport(self.model.num_variables, solution.core_variables, 0.0, solution.gap)
+        gap = replace(solution, bound=min(solution.bound, self.floor)).gap
+        report = SolverReport(self.model.num_variables, solution.core_variables, 0.0, gap)
         return Found(
             stage, program, prediction, report, problem, self.quotient, self.choices, solution.options, self.model
         )
 
 
-def _solve_on(task: Task, problem: Problem, mesh: Mesh) -> _OnMesh:
+def _on_mesh(
+    task: Task, problem: Problem, mesh: Mesh, known: dict[frozenset[tuple[int, Hashable]], Quotient]
+) -> _OnMesh:
+    """``known`` are the quotients so far by what was demanded of the nodes, which is mostly the same on every mesh."""
     allowed = task.restriction(mesh).of_nodes(problem, mesh)
-    quotient = merge_alike(problem, demand_keys(allowed))
+    demands = demand_keys(allowed)
+    key = frozenset(demands.items())
+    if (quotient := known.get(key)) is None:
+        quotient = known[key] = merge_alike(problem, demands)
     choices = choices_on(problem, quotient, mesh, task.cluster, allowed)
-    model = Model(choices.node_seconds, choices.edge_seconds)
-    solution = solve(model, time_limit_seconds=task.solver_seconds)
-    if solution is None:
-        raise PlanError(f"the demands leave no plan on the mesh {mesh}")
-    return _OnMesh(task, problem, quotient, choices, model, solution)
+    return _OnMesh(task, problem, quotient, choices, Model(choices.node_seconds, choices.edge_seconds))
 
 
-def _within_budget(on_mesh: _OnMesh) -> tuple[Found, float]:
+def _within_budget(on_mesh: _OnMesh, optimum: Solution) -> tuple[Found, float]:
     """The stage and its cost; solved with memory rows, tightened until the exact prediction keeps the budget."""
     task = on_mesh.task
-    first = on_mesh.complete(on_mesh.solution)
+    first = on_mesh.complete(optimum)
     if first.prediction.memory.total_bytes <= task.budget_bytes:
-        return first, on_mesh.solution.cost
+        return first, optimum.cost
     rows = _memory_rows(task, on_mesh.problem, on_mesh.quotient, on_mesh.choices)
     limit = task.budget_bytes
     leanest = first.prediction.memory
@@ -215,7 +299,7 @@ def _called_after_batch(on_mesh: _OnMesh, found: Found) -> Found:
         return found
     exchanged = {"data": cutting[0], cutting[0]: "data"}
     choices = on_mesh.choices.renamed(exchanged)
-    renamed = replace(on_mesh, choices=choices).complete(replace(on_mesh.solution, options=found.options))
+    renamed = replace(on_mesh, choices=choices).complete(Solution(found.options, 0.0, 0.0))
     return replace(renamed, solver=found.solver, model=found.model)
 
 

@@ -13,12 +13,14 @@ so it is searched once per such class.  The choice of the way needs no cluster: 
 
 from __future__ import annotations
 
-import heapq
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+
+import numpy as np
 
 from autopar.cluster import Mesh
 from autopar.plan import Axes, Layout
@@ -108,49 +110,73 @@ def _layouts(rank: int, shape: tuple[int, ...], mesh: Mesh, partial: bool) -> tu
     return tuple(found)
 
 
+@dataclass(frozen=True)
+class Ways:
+    """Shortest ways between all layouts of one class of shapes.
+
+    ``before[a, b]`` is the last layout before b on the way from a (negative where a is b); ``arcs[a, b]`` is the move of
+    an elementary change from a to b.  Layouts are meant by their position in ``layouts``.
+    """
+
+    layouts: tuple[Layout, ...]
+    index: Mapping[Layout, int]
+    before: np.ndarray
+    arcs: Mapping[tuple[int, int], Move]
+
+    def moves(self, source: Layout, target: Layout) -> tuple[Move, ...]:
+        """The moves from one layout to another, first to last."""
+        start, place = self.index[source], self.index[target]
+        found = []
+        while place != start:
+            previous = int(self.before[start, place])
+            found.append(self.arcs[previous, place])
+            place = previous
+        return tuple(reversed(found))
+
+
 def moves_between(shape: tuple[int, ...], source: Layout, target: Layout, mesh: Mesh) -> tuple[Move, ...]:
     """The cheapest list of moves from ``source`` to ``target`` for an array of ``shape``; there is always one."""
-    if source == target:
-        return ()
-    return _paths_from(_cuttable(shape, mesh), source, mesh)[target]
+    return () if source == target else ways_between(shape, mesh).moves(source, target)
 
 
-def _cuttable(shape: tuple[int, ...], mesh: Mesh) -> tuple[tuple[bool, ...], ...]:
-    """For each dimension and each product of axes (as a bit set), whether it divides: all that a path depends on."""
-    count = len(mesh.axis_sizes)
-    rows = []
-    for extent in shape:
-        row = []
-        for mask in range(1 << count):
-            product = 1
-            for position in range(count):
-                if mask >> position & 1:
-                    product *= mesh.axis_sizes[position]
-            row.append(extent % product == 0)
-        rows.append(tuple(row))
-    return tuple(rows)
+def ways_between(shape: tuple[int, ...], mesh: Mesh) -> Ways:
+    """The ways between all layouts of arrays of ``shape``, searched once per class of shapes."""
+    return _ways(representative(shape, mesh), mesh)
+
+
+def representative(shape: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
+    """The smallest shape with the same divisible dimensions: gcd of each extent with the number of devices."""
+    return tuple(math.gcd(extent, mesh.size) for extent in shape)
 
 
 @cache
-def _paths_from(cuttable: tuple[tuple[bool, ...], ...], source: Layout, mesh: Mesh) -> dict[Layout, tuple[Move, ...]]:
-    """Shortest paths from one layout to every layout that can be reached."""
-    best: dict[Layout, float] = {source: 0.0}
-    paths: dict[Layout, tuple[Move, ...]] = {source: ()}
-    done: set[Layout] = set()
-    tie = itertools.count()
-    queue: list[tuple[float, int, Layout]] = [(0.0, next(tie), source)]
-    while queue:
-        weight, _, layout = heapq.heappop(queue)
-        if layout in done:
-            continue
-        done.add(layout)
-        for move, after, step in _arcs(layout, cuttable, mesh):
-            total = weight + step
-            if total < best.get(after, float("inf")) - 1e-15:
-                best[after] = total
-                paths[after] = (*paths[layout], move)
-                heapq.heappush(queue, (total, next(tie), after))
-    return paths
+def _ways(shape: tuple[int, ...], mesh: Mesh) -> Ways:
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import dijkstra
+
+    layouts = layouts_of(shape, mesh, partial=True)
+    index = {layout: number for number, layout in enumerate(layouts)}
+    cuttable = _cuttable(shape, mesh)
+    weights: dict[tuple[int, int], float] = {}
+    arcs: dict[tuple[int, int], Move] = {}
+    for number, layout in enumerate(layouts):
+        for move, after, weight in _arcs(layout, cuttable, mesh):
+            pair = (number, index[after])
+            if weight < weights.get(pair, math.inf):
+                weights[pair], arcs[pair] = weight, move
+    rows, columns = np.array(list(weights), dtype=np.int32).reshape(-1, 2).T
+    graph = csr_array((list(weights.values()), (rows, columns)), shape=(len(layouts), len(layouts)))
+    _, before = dijkstra(graph, return_predecessors=True)
+    return Ways(layouts, index, before, arcs)
+
+
+def _cuttable(shape: tuple[int, ...], mesh: Mesh) -> tuple[tuple[bool, ...], ...]:
+    """For each dimension and each product of axes (as a bit set), whether it divides."""
+    products = [
+        mesh.axis_size(*(name for bit, name in enumerate(mesh.axis_names) if mask >> bit & 1))
+        for mask in range(1 << len(mesh.axis_names))
+    ]
+    return tuple(tuple(extent % product == 0 for product in products) for extent in shape)
 
 
 def _arcs(layout: Layout, cuttable: tuple[tuple[bool, ...], ...], mesh: Mesh) -> Iterator[tuple[Move, Layout, float]]:
