@@ -63,7 +63,7 @@ ELEMENTWISE_EXCEPTIONS = frozenset(
 )
 """Fusible primitives that do not map equal positions to equal positions."""
 
-TAKEN_IN_BY_REDUCTIONS = frozenset("mul square integer_pow broadcast_in_dim".split())
+TAKEN_IN_BY_REDUCTIONS = frozenset("mul square integer_pow neg broadcast_in_dim".split())
 """What XLA:CPU's own reduction kernels compute themselves; they read all else from memory."""
 
 ADDITIONS = frozenset(("add", "add_any"))
@@ -104,15 +104,17 @@ class Arrays:
 
 
 def arrays_of(
-    program: SpmdProgram, pairs: tuple[tuple[int, int], ...], platform: str, sliced_from: int | None = None
+    program: SpmdProgram, pairs: tuple[tuple[int, int], ...], platform: str, scan: tuple[int, int] | None = None
 ) -> Arrays:
     """The nodes of a program; ``pairs`` are its donated inputs and the outputs that take their place.
 
-    In the body of a scan the inputs from position ``sliced_from`` on are slices that the body itself takes.
+    In the body of a ``scan`` (i, k) the inputs from position i on are slices that the body itself takes from stacked
+    arrays, and the outputs from position k on are slices that it writes into stacked arrays.
     """
     builder = _Builder(program, platform)
-    for buffer in program.inputs[len(program.inputs) if sliced_from is None else sliced_from :]:
-        builder.at[buffer] = builder.slice_of(builder.at[buffer])
+    if scan is not None:
+        for buffer in program.inputs[scan[0] :]:
+            builder.at[buffer] = builder.slice_of(builder.at[buffer])
     for step in program.steps:
         if isinstance(step, Reshard):
             builder.reshard(step)
@@ -120,6 +122,9 @@ def arrays_of(
             builder.run(step)
     arrays = builder.arrays
     arrays.outputs = [None if buffer is None else builder.at[buffer] for buffer in program.outputs]
+    if scan is not None:
+        stacked = [None if node is None else builder.slice_of(node) for node in arrays.outputs[scan[1] :]]
+        arrays.outputs[scan[1] :] = stacked
     arrays.pairs = pairs
     return arrays
 
@@ -208,7 +213,7 @@ class _Builder:
         return self._once((node, order), partial(self._again, node, Form.CHEAP))
 
     def slice_of(self, node: int) -> int:
-        """One trip's slice of a stacked array."""
+        """One trip's slice of a stacked array, read or written: work for the kernel that makes or needs it."""
         return self._again(node, Form.CHEAP)
 
     # --- collectives ---
@@ -334,7 +339,8 @@ class _Builder:
         operator, result = step.operator, step.results[0]
         words = 4 * math.prod(self._shape(result))
         halves = [self._add(Form.KERNEL, keys, words, self._tenant(operator), result.value, operator) for _ in range(2)]
-        loop = self._add(Form.LOOP, tuple(halves), 0, Tenant.LOOP, -1, operator)
+        next_round = self._add(Form.KERNEL, tuple(halves), 2 * words, Tenant.LOOP, result.value, operator)
+        loop = self._add(Form.LOOP, (*halves, next_round), 0, Tenant.LOOP, -1, operator)
         after = [
             self._add(Form.RENAME, (half, loop), words, self._tenant(operator), result.value, operator)
             for half in halves
@@ -396,7 +402,7 @@ class _Builder:
         match operator.primitive:
             case LoopKind.SCAN:
                 consts, carries = _compat.scan_arity(operator.equation.params)
-                self._repeat(step, consts, carries, consts, consts + carries)
+                self._repeat(step, consts, carries, consts, (consts + carries, carries))
             case LoopKind.WHILE:
                 params = operator.equation.params
                 skipped = params["cond_nconsts"] + params["body_nconsts"]
@@ -404,7 +410,9 @@ class _Builder:
             case _:
                 self._branches(step)
 
-    def _repeat(self, step: Run, start: int, carries: int, body_start: int, sliced_from: int | None = None) -> None:
+    def _repeat(
+        self, step: Run, start: int, carries: int, body_start: int, scan: tuple[int, int] | None = None
+    ) -> None:
         """A loop overwrites its carry in place and fills stacked results that exist from the start."""
         operator = step.operator
         inputs, owned = [], []
@@ -421,7 +429,7 @@ class _Builder:
             owned.append(self._add(Form.KERNEL, (), self._bytes(buffer), Tenant.LOOP, buffer.value, operator))
         loop = self._add(Form.LOOP, (*inputs, *owned[carries:]), 0, Tenant.LOOP, -1, operator)
         pairs = tuple((body_start + k, k) for k in range(carries))
-        self.arrays.nodes[loop].inner = arrays_of(step.bodies[-1], pairs, self._platform, sliced_from)
+        self.arrays.nodes[loop].inner = arrays_of(step.bodies[-1], pairs, self._platform, scan)
         for buffer, node in zip(step.results, owned, strict=True):
             self._buffer(Form.RENAME, (node, loop), buffer, Tenant.LOOP, operator)
 

@@ -10,7 +10,7 @@ said by :mod:`autopar.cost_model.buffers`; which of them share bytes is decided 
 * an elementwise kernel writes over an operand that dies with it;
 * a donated argument's bytes take the result that replaces it; if the argument is still read after that, it is copied
   first;
-* while a donated argument's bytes are idle they serve as scratch space.
+* while bytes of a donated argument or of a result are idle they serve as scratch space.
 
 The referee is ``compiled.memory_analysis()`` of XLA:CPU.  For other platforms the order of work is a guess.
 """
@@ -32,7 +32,7 @@ from autopar.plan import Memory
 from autopar.schedule.spmd import SpmdProgram
 
 POINTER_BYTES = 8
-"""XLA's results are a tuple: one pointer each."""
+"""Several results are a tuple in XLA: one pointer each."""
 
 PACKED_BUFFERS = 512
 """So many of the biggest buffers are given offsets; smaller ones fit between them."""
@@ -106,7 +106,7 @@ def predict_memory(
     temp_bytes = line.temp_bytes
     return Memory(
         argument_bytes=sum(arguments),
-        output_bytes=sum(results) + POINTER_BYTES * len(results),
+        output_bytes=sum(results) + (POINTER_BYTES * len(results) if len(results) > 1 else 0),
         alias_bytes=sum(arguments[source] for source, _ in pairs),
         temp_bytes=temp_bytes,
         by_kind=_by_kind(line, temp_bytes, fusion),
@@ -145,8 +145,8 @@ def _largest(line: Timeline, program: SpmdProgram, argument_bytes: int) -> tuple
     )
 
 
-def timeline(arrays: Arrays, platform: str) -> Timeline:
-    """Scratch buffers of a level, those of the bodies of its loops included."""
+def timeline(arrays: Arrays, platform: str, *, outermost: bool = True) -> Timeline:
+    """Scratch buffers of a level, those of the bodies of its loops included; only the outermost owns its results."""
     kernels = kernels_of(arrays, platform)
     position = order_of(kernels, len(arrays.pairs) + 1, platform)
     end: dict[int, int] = {}
@@ -157,11 +157,13 @@ def timeline(arrays: Arrays, platform: str) -> Timeline:
             end[owner] = max(end.get(owner, 0), position[kernel])
             readers.setdefault(owner, []).append(kernel)
     buffers, idle = _donations(arrays, kernels, position, readers)
+    if outermost:
+        idle += _unfilled_results(arrays, kernels, position)
     results = {kernels.owner[node] for node in arrays.outputs if node is not None and node in kernels.owner}
     buffers += _scratch(kernels, position, end, results)
     buffers = _lodge(buffers, idle)
     bodies = [
-        (position[number], timeline(node.inner, platform))
+        (position[number], timeline(node.inner, platform, outermost=False))
         for number, node in enumerate(arrays.nodes)
         if node.inner is not None
     ]
@@ -194,6 +196,21 @@ def _donations(
             last = moment
         idle.append(Tenancy(given, size, last + 1, position[successor] - 1))
     return copies, idle
+
+
+def _unfilled_results(arrays: Arrays, kernels: Kernels, position: Mapping[int, int]) -> list[Tenancy]:
+    """The bytes of results that take over no argument's, until they are filled."""
+    taken_over = {output for _, output in arrays.pairs}
+    makers = [
+        kernels.owner[node]
+        for output, node in enumerate(arrays.outputs)
+        if node is not None and output not in taken_over and node in kernels.owner
+    ]
+    return [
+        Tenancy(maker, kernels.nodes[maker].size_bytes, 1, position[maker] - 1)
+        for maker in dict.fromkeys(makers)
+        if maker in position
+    ]
 
 
 def _scratch(kernels: Kernels, position: Mapping[int, int], end: Mapping[int, int], results: set[int]) -> list[Tenancy]:
