@@ -19,10 +19,14 @@ from typing import Any
 import numpy as np
 
 from autopar import _compat
+from autopar.cluster import Platform
+from autopar.cost_model.collectives import Collective
+from autopar.cost_model.reshard import COLLECTIVE_OF_MOVE, COMBINED
 from autopar.graph.build import LoopKind
 from autopar.graph.fusion import COSTLY, FREE, FUSIBLE, INPUT_FUSIBLE
+from autopar.graph.gradients import gradient_values
 from autopar.graph.ir import Operator, Phase
-from autopar.plan import Layout
+from autopar.plan import Axes, Layout
 from autopar.schedule.reshard import Move, MoveKind, after_move, local_shape
 from autopar.schedule.spmd import Buffer, Reshard, Run, SpmdProgram
 
@@ -87,6 +91,8 @@ class Node:
     widens: bool = False
     taken_in: bool = False
     is_zero: bool = False
+    combines: tuple[Collective, Axes, str] | None = None
+    """Kind, axes and element type of a collective that may be combined with others of the same."""
     inner: Arrays | None = None
     """The body of a loop."""
 
@@ -94,13 +100,14 @@ class Node:
 @dataclass
 class Arrays:
     """All nodes of one level. ``outputs`` are nodes (``None``: a literal); ``pairs`` are positions of an input and of
-    the output that takes its buffer.
+    the output that takes its buffer; ``moves`` are the nodes of the moves that make a buffer, by their number.
     """
 
     nodes: list[Node] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
     outputs: list[int | None] = field(default_factory=list)
     pairs: tuple[tuple[int, int], ...] = ()
+    moves: dict[tuple[Buffer, int], int] = field(default_factory=dict)
 
 
 def arrays_of(
@@ -158,7 +165,10 @@ class _Builder:
         self._program = program
         self._platform = platform
         self._on_cpu = platform == "cpu"
+        self._combined = COMBINED[Platform(platform)]
+        self._gradients = gradient_values(program.graph)
         self._made: dict[object, int] = {}
+        self._turned: dict[int, int] = {}  # a collective's result in another order of dimensions: the collective
         self._uses = Counter(
             buffer
             for step in program.steps
@@ -221,12 +231,13 @@ class _Builder:
     def reshard(self, step: Reshard) -> None:
         """One node per move, and those around it."""
         layout, node = step.source.layout, self.at[step.source]
-        for move in step.moves:
+        for place, move in enumerate(step.moves):
             before, layout = layout, after_move(layout, move, self._program.mesh)
             ends = Buffer(step.source.value, before), Buffer(step.source.value, layout)
             make = partial(self._move, step, move, node, *ends)
             node = self._once((node, move), make)
             self.arrays.nodes[node].shape = self._shape(ends[1])
+            self.arrays.moves[step.target, place] = self._turned.get(node, node)
         self.at[step.target] = node
 
     def _move(self, step: Reshard, move: Move, node: int, before: Buffer, after: Buffer) -> int:
@@ -238,7 +249,7 @@ class _Builder:
             case MoveKind.SLICE | MoveKind.MASK:
                 return self._add(Form.CHEAP, (node,), size, self._tenant(step.cause), value, step.cause)
             case MoveKind.ALL_REDUCE:
-                return self._add(Form.KERNEL, (node,), size, tenant, value, step.cause)
+                return self._collective(move, (node,), size, tenant, step)
             case MoveKind.ALL_TO_ALL if self._on_cpu:
                 pieces = self._add(Form.KERNEL, (node,), size, tenant, value, step.cause)
                 sent = self._add(Form.KERNEL, (pieces,), size, tenant, value, step.cause)
@@ -246,8 +257,20 @@ class _Builder:
         order = (move.dim, *(dim for dim in range(len(shape)) if dim != move.dim))
         if minor:
             node = self._relayout(node, order)
-        node = self._add(Form.KERNEL, (node,), size, tenant, value, step.cause)
-        return self._relayout(node, ()) if minor else node
+        node = self._collective(move, (node,), size, tenant, step)
+        if minor:
+            sent, node = node, self._relayout(node, ())
+            self._turned[node] = sent
+        return node
+
+    def _collective(self, move: Move, inputs: tuple[int, ...], size: int, tenant: Tenant, step: Reshard) -> int:
+        number = self._add(Form.KERNEL, inputs, size, tenant, step.source.value, step.cause)
+        kind = COLLECTIVE_OF_MOVE[move.kind]
+        if kind in self._combined and (self._on_cpu or step.source.value in self._gradients):
+            dtype = self._program.values[step.source.value].dtype
+            summed = "float32" if self._on_cpu and dtype in ("bfloat16", "float16") else dtype
+            self.arrays.nodes[number].combines = kind, move.axes, summed
+        return number
 
     def _tenant(self, operator: Operator | None) -> Tenant:
         return Tenant.UPDATE if operator is None else TENANT_OF_PHASE[operator.phase]

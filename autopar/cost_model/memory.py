@@ -27,6 +27,7 @@ import numpy as np
 from autopar import _compat
 from autopar.cost_model.arrays import Arrays, Form, Node, Tenant, arrays_of
 from autopar.cost_model.buffers import Kernels, kernels_of, order_of, precedence
+from autopar.cost_model.combine import joined
 from autopar.graph.fusion import Fusion
 from autopar.plan import Memory
 from autopar.schedule.spmd import SpmdProgram
@@ -146,7 +147,11 @@ def _largest(line: Timeline, program: SpmdProgram, argument_bytes: int) -> tuple
 
 
 def timeline(arrays: Arrays, platform: str, *, outermost: bool = True) -> Timeline:
-    """Scratch buffers of a level, those of the bodies of its loops included; only the outermost owns its results."""
+    """Scratch buffers of a level, those of the bodies of its loops included; only the outermost owns its results.
+
+    Backends other than CPU combine collectives only up to some bytes, for their latency: not counted here.
+    """
+    arrays = joined(arrays) if platform == "cpu" else arrays
     kernels = kernels_of(arrays, platform)
     position = order_of(kernels, len(arrays.pairs) + 1, platform)
     end: dict[int, int] = {}
