@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from autopar import _compat
 from autopar.cost_model.arrays import Arrays, Form, Node, Tenant, arrays_of
 from autopar.cost_model.buffers import Kernels, kernels_of, order_of, precedence
 from autopar.cost_model.combine import joined
+from autopar.cost_model.tenants import largest_tenants
 from autopar.graph.fusion import Fusion
 from autopar.plan import Memory
 from autopar.schedule.spmd import SpmdProgram
@@ -41,7 +43,7 @@ PACKED_BUFFERS = 512
 NEGLIGIBLE_SHARE = 1e-3
 """Buffers below this share of the biggest are not moved into idle arguments: they are many, and it changes nothing."""
 
-LARGEST_TENANTS = 12
+NO_NAMES: Mapping[int, str] = MappingProxyType({})
 
 OF_A_PHASE = frozenset((Tenant.ACTIVATION, Tenant.GRADIENT, Tenant.UPDATE))
 
@@ -86,11 +88,13 @@ def predict_memory(
     state_pairs: tuple[tuple[int, int], ...],
     donated: frozenset[int],
     platform: str,
+    names: Mapping[int, str] = NO_NAMES,
 ) -> Memory:
     """Bytes of a step on one device, in the words of ``compiled.memory_analysis()``.
 
     ``state_pairs`` are (input, output) positions of one and the same array before and after the step, ``donated`` the
-    positions of the inputs that the step may overwrite, ``platform`` is ``"cpu"``, ``"cuda"`` or ``"tpu"``.  Argument,
+    positions of the inputs that the step may overwrite, ``platform`` is ``"cpu"``, ``"cuda"`` or ``"tpu"``, ``names`` are
+    paths of the graph's inputs by value.  Argument,
     output and alias bytes are exact, scratch bytes a prediction (see the module docstring).  ``by_kind`` divides the
     scratch bytes at their peak; arrays that the whole program keeps in registers (``fusion``) and that only this plan
     or this compiler keeps in memory are called copies there.
@@ -111,7 +115,7 @@ def predict_memory(
         alias_bytes=sum(arguments[source] for source, _ in pairs),
         temp_bytes=temp_bytes,
         by_kind=_by_kind(line, temp_bytes, fusion),
-        largest=_largest(line, program, sum(arguments)),
+        largest=largest_tenants(line.tenants, program, state_pairs, arguments, names),
     )
 
 
@@ -126,24 +130,6 @@ def _by_kind(line: Timeline, temp_bytes: int, fusion: Fusion) -> dict[str, int]:
         kinds[(Tenant.COPY if local else node.tenant).value] += size
     kinds["gaps between buffers"] = temp_bytes - sum(kinds.values())
     return {kind: size for kind, size in kinds.most_common() if size}
-
-
-def _largest(line: Timeline, program: SpmdProgram, argument_bytes: int) -> tuple[tuple[str, int], ...]:
-    """The arguments in all, and the fullest kinds of scratch tenants; equal ones (of many layers) together."""
-    totals: Counter[str] = Counter({"arguments of the step": argument_bytes})
-    counts: Counter[str] = Counter()
-    for node, size in line.tenants:
-        value = program.values.get(node.value)
-        shape = f" {value.dtype}[{','.join(map(str, value.shape))}]" if value is not None else ""
-        source = node.source
-        place = "" if source is None else f" by {source.primitive} at {source.source}"
-        name = f"{node.tenant.value}{shape}{place}"
-        totals[name] += size
-        counts[name] += 1
-    return tuple(
-        (f"{counts[name]} × {name}" if counts[name] > 1 else name, size)
-        for name, size in totals.most_common(LARGEST_TENANTS)
-    )
 
 
 def timeline(arrays: Arrays, platform: str, *, outermost: bool = True) -> Timeline:
