@@ -26,6 +26,7 @@ from autopar.intra_op.search import Found, Task, search
 from autopar.methods import IntraOp, Method, Subject, mesh_of, method_of
 from autopar.plan import Layout, Plan
 from autopar.schedule.spmd import output_layouts
+from autopar.wording import slashed
 
 
 @dataclass(frozen=True)
@@ -195,17 +196,12 @@ def _layout_of(pattern: str, spec: PartitionSpec, rank: int, mesh: Mesh) -> Layo
 def _no_match(pattern: str, paths: Any) -> str:
     import difflib
 
-    slashed = [slash_path(path) for path in paths]
-    close = difflib.get_close_matches(pattern.replace("*", ""), slashed, n=3, cutoff=0.3) or slashed[:3]
+    leaves = [slashed(path) for path in paths]
+    close = difflib.get_close_matches(pattern.replace("*", ""), leaves, n=3, cutoff=0.3) or leaves[:3]
     return f"constraint {pattern!r} matches no argument leaf; leaves are named like {', '.join(close)}"
-
-
-def slash_path(path: str) -> str:
-    """``state.params['Dense_0']['kernel']`` as ``state/params/Dense_0/kernel``."""
-    return re.sub(r"/+", "/", re.sub(r"[\[\]'\".]+", "/", path)).strip("/")
 
 
 def path_matches(pattern: str, path: str) -> bool:
     """Whether a leaf path matches a glob: ``*`` within a name, ``**`` over any number of names."""
     expression = re.escape(pattern).replace(r"\*\*/", "(?:.*/)?").replace(r"\*\*", ".*").replace(r"\*", "[^/]*")
-    return re.fullmatch(expression, slash_path(path)) is not None
+    return re.fullmatch(expression, slashed(path)) is not None

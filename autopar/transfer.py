@@ -31,7 +31,12 @@ def adapt_stage(plan: Plan, subject: Subjected, cluster: Cluster, demands: Deman
     donated = subject.donated if demands.donate_state else frozenset()
     platform = cluster.device.platform.value
     memory = predict_memory(
-        program, fusion=fusion, state_pairs=subject.roles.state_pairs, donated=donated, platform=platform
+        program,
+        fusion=fusion,
+        state_pairs=subject.roles.state_pairs,
+        donated=donated,
+        platform=platform,
+        names=subject.names,
     )
     if memory.total_bytes > float(demands.memory_per_device or cluster.per_device_memory_bytes):
         return None

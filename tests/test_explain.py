@@ -15,13 +15,13 @@ import autopar
 from autopar.errors import AutoparError, PlanError
 from autopar.explain import Explanation
 from autopar.explain.data import LeafKind, spec_text
-from autopar.explain.paths import families, family_name, slashed
-from autopar.explain.words import bytes_text, seconds_text
+from autopar.explain.words import seconds_text
 from autopar.intra_op import ilp
 from autopar.intra_op.resolve import Resolver, forbid
 from autopar.intra_op.why import Answer
 from autopar.plan import Layout
 from autopar.schedule.reshard import shares
+from autopar.wording import bytes_text, families, family_name, slashed
 
 OPTIMIZER = optax.adam(1e-3)
 WIDTH, HIDDEN, LAYERS, BATCH = 512, 2048, 4, 4096

@@ -67,17 +67,7 @@ def check(name: str, size: str, method: str, cluster: Cluster, compilations: lis
     assert memory.total_bytes == pytest.approx(actual.total, rel=TOTAL_TOLERANCE)
 
 
-# XLA merges the gradients' all-reduces of these toys into one, which keeps all of them alive at once: not yet modelled.
-TOO_LOW = pytest.mark.xfail(reason="memory predicted 20–25 % too low", strict=False)
-CASES = [
-    pytest.param(*case, marks=TOO_LOW)
-    if tuple(case) in {("mlp_nnx", "data_parallel"), ("llama_nnx", "data_parallel")}
-    else case
-    for case in DEFAULT
-]
-
-
-@pytest.mark.parametrize(("name", "method"), CASES)
+@pytest.mark.parametrize(("name", "method"), DEFAULT)
 def test_a_toys_collectives_and_memory_are_the_compiled_programs(
     name: str, method: str, compilations: list[str]
 ) -> None:

@@ -19,10 +19,14 @@ from typing import Any
 import numpy as np
 
 from autopar import _compat
+from autopar.cluster import Platform
+from autopar.cost_model.collectives import Collective
+from autopar.cost_model.reshard import COLLECTIVE_OF_MOVE, COMBINED
 from autopar.graph.build import LoopKind
 from autopar.graph.fusion import COSTLY, FREE, FUSIBLE, INPUT_FUSIBLE
+from autopar.graph.gradients import gradient_values
 from autopar.graph.ir import Operator, Phase
-from autopar.plan import Layout
+from autopar.plan import Axes, Layout
 from autopar.schedule.reshard import Move, MoveKind, after_move, local_shape
 from autopar.schedule.spmd import Buffer, Reshard, Run, SpmdProgram
 
@@ -63,7 +67,7 @@ ELEMENTWISE_EXCEPTIONS = frozenset(
 )
 """Fusible primitives that do not map equal positions to equal positions."""
 
-TAKEN_IN_BY_REDUCTIONS = frozenset("mul square integer_pow broadcast_in_dim".split())
+TAKEN_IN_BY_REDUCTIONS = frozenset("mul square integer_pow neg broadcast_in_dim".split())
 """What XLA:CPU's own reduction kernels compute themselves; they read all else from memory."""
 
 ADDITIONS = frozenset(("add", "add_any"))
@@ -87,6 +91,8 @@ class Node:
     widens: bool = False
     taken_in: bool = False
     is_zero: bool = False
+    combines: tuple[Collective, Axes, str] | None = None
+    """Kind, axes and element type of a collective that may be combined with others of the same."""
     inner: Arrays | None = None
     """The body of a loop."""
 
@@ -94,25 +100,28 @@ class Node:
 @dataclass
 class Arrays:
     """All nodes of one level. ``outputs`` are nodes (``None``: a literal); ``pairs`` are positions of an input and of
-    the output that takes its buffer.
+    the output that takes its buffer; ``moves`` are the nodes of the moves that make a buffer, by their number.
     """
 
     nodes: list[Node] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
     outputs: list[int | None] = field(default_factory=list)
     pairs: tuple[tuple[int, int], ...] = ()
+    moves: dict[tuple[Buffer, int], int] = field(default_factory=dict)
 
 
 def arrays_of(
-    program: SpmdProgram, pairs: tuple[tuple[int, int], ...], platform: str, sliced_from: int | None = None
+    program: SpmdProgram, pairs: tuple[tuple[int, int], ...], platform: str, scan: tuple[int, int] | None = None
 ) -> Arrays:
     """The nodes of a program; ``pairs`` are its donated inputs and the outputs that take their place.
 
-    In the body of a scan the inputs from position ``sliced_from`` on are slices that the body itself takes.
+    In the body of a ``scan`` (i, k) the inputs from position i on are slices that the body itself takes from stacked
+    arrays, and the outputs from position k on are slices that it writes into stacked arrays.
     """
     builder = _Builder(program, platform)
-    for buffer in program.inputs[len(program.inputs) if sliced_from is None else sliced_from :]:
-        builder.at[buffer] = builder.slice_of(builder.at[buffer])
+    if scan is not None:
+        for buffer in program.inputs[scan[0] :]:
+            builder.at[buffer] = builder.slice_of(builder.at[buffer])
     for step in program.steps:
         if isinstance(step, Reshard):
             builder.reshard(step)
@@ -120,6 +129,9 @@ def arrays_of(
             builder.run(step)
     arrays = builder.arrays
     arrays.outputs = [None if buffer is None else builder.at[buffer] for buffer in program.outputs]
+    if scan is not None:
+        stacked = [None if node is None else builder.slice_of(node) for node in arrays.outputs[scan[1] :]]
+        arrays.outputs[scan[1] :] = stacked
     arrays.pairs = pairs
     return arrays
 
@@ -153,7 +165,10 @@ class _Builder:
         self._program = program
         self._platform = platform
         self._on_cpu = platform == "cpu"
+        self._combined = COMBINED[Platform(platform)]
+        self._gradients = gradient_values(program.graph)
         self._made: dict[object, int] = {}
+        self._turned: dict[int, int] = {}  # a collective's result in another order of dimensions: the collective
         self._uses = Counter(
             buffer
             for step in program.steps
@@ -208,7 +223,7 @@ class _Builder:
         return self._once((node, order), partial(self._again, node, Form.CHEAP))
 
     def slice_of(self, node: int) -> int:
-        """One trip's slice of a stacked array."""
+        """One trip's slice of a stacked array, read or written: work for the kernel that makes or needs it."""
         return self._again(node, Form.CHEAP)
 
     # --- collectives ---
@@ -216,12 +231,13 @@ class _Builder:
     def reshard(self, step: Reshard) -> None:
         """One node per move, and those around it."""
         layout, node = step.source.layout, self.at[step.source]
-        for move in step.moves:
+        for place, move in enumerate(step.moves):
             before, layout = layout, after_move(layout, move, self._program.mesh)
             ends = Buffer(step.source.value, before), Buffer(step.source.value, layout)
             make = partial(self._move, step, move, node, *ends)
             node = self._once((node, move), make)
             self.arrays.nodes[node].shape = self._shape(ends[1])
+            self.arrays.moves[step.target, place] = self._turned.get(node, node)
         self.at[step.target] = node
 
     def _move(self, step: Reshard, move: Move, node: int, before: Buffer, after: Buffer) -> int:
@@ -233,7 +249,7 @@ class _Builder:
             case MoveKind.SLICE | MoveKind.MASK:
                 return self._add(Form.CHEAP, (node,), size, self._tenant(step.cause), value, step.cause)
             case MoveKind.ALL_REDUCE:
-                return self._add(Form.KERNEL, (node,), size, tenant, value, step.cause)
+                return self._collective(move, (node,), size, tenant, step)
             case MoveKind.ALL_TO_ALL if self._on_cpu:
                 pieces = self._add(Form.KERNEL, (node,), size, tenant, value, step.cause)
                 sent = self._add(Form.KERNEL, (pieces,), size, tenant, value, step.cause)
@@ -241,8 +257,20 @@ class _Builder:
         order = (move.dim, *(dim for dim in range(len(shape)) if dim != move.dim))
         if minor:
             node = self._relayout(node, order)
-        node = self._add(Form.KERNEL, (node,), size, tenant, value, step.cause)
-        return self._relayout(node, ()) if minor else node
+        node = self._collective(move, (node,), size, tenant, step)
+        if minor:
+            sent, node = node, self._relayout(node, ())
+            self._turned[node] = sent
+        return node
+
+    def _collective(self, move: Move, inputs: tuple[int, ...], size: int, tenant: Tenant, step: Reshard) -> int:
+        number = self._add(Form.KERNEL, inputs, size, tenant, step.source.value, step.cause)
+        kind = COLLECTIVE_OF_MOVE[move.kind]
+        if kind in self._combined and (self._on_cpu or step.source.value in self._gradients):
+            dtype = self._program.values[step.source.value].dtype
+            summed = "float32" if self._on_cpu and dtype in ("bfloat16", "float16") else dtype
+            self.arrays.nodes[number].combines = kind, move.axes, summed
+        return number
 
     def _tenant(self, operator: Operator | None) -> Tenant:
         return Tenant.UPDATE if operator is None else TENANT_OF_PHASE[operator.phase]
@@ -334,7 +362,8 @@ class _Builder:
         operator, result = step.operator, step.results[0]
         words = 4 * math.prod(self._shape(result))
         halves = [self._add(Form.KERNEL, keys, words, self._tenant(operator), result.value, operator) for _ in range(2)]
-        loop = self._add(Form.LOOP, tuple(halves), 0, Tenant.LOOP, -1, operator)
+        next_round = self._add(Form.KERNEL, tuple(halves), 2 * words, Tenant.LOOP, result.value, operator)
+        loop = self._add(Form.LOOP, (*halves, next_round), 0, Tenant.LOOP, -1, operator)
         after = [
             self._add(Form.RENAME, (half, loop), words, self._tenant(operator), result.value, operator)
             for half in halves
@@ -396,7 +425,7 @@ class _Builder:
         match operator.primitive:
             case LoopKind.SCAN:
                 consts, carries = _compat.scan_arity(operator.equation.params)
-                self._repeat(step, consts, carries, consts, consts + carries)
+                self._repeat(step, consts, carries, consts, (consts + carries, carries))
             case LoopKind.WHILE:
                 params = operator.equation.params
                 skipped = params["cond_nconsts"] + params["body_nconsts"]
@@ -404,7 +433,9 @@ class _Builder:
             case _:
                 self._branches(step)
 
-    def _repeat(self, step: Run, start: int, carries: int, body_start: int, sliced_from: int | None = None) -> None:
+    def _repeat(
+        self, step: Run, start: int, carries: int, body_start: int, scan: tuple[int, int] | None = None
+    ) -> None:
         """A loop overwrites its carry in place and fills stacked results that exist from the start."""
         operator = step.operator
         inputs, owned = [], []
@@ -421,7 +452,7 @@ class _Builder:
             owned.append(self._add(Form.KERNEL, (), self._bytes(buffer), Tenant.LOOP, buffer.value, operator))
         loop = self._add(Form.LOOP, (*inputs, *owned[carries:]), 0, Tenant.LOOP, -1, operator)
         pairs = tuple((body_start + k, k) for k in range(carries))
-        self.arrays.nodes[loop].inner = arrays_of(step.bodies[-1], pairs, self._platform, sliced_from)
+        self.arrays.nodes[loop].inner = arrays_of(step.bodies[-1], pairs, self._platform, scan)
         for buffer, node in zip(step.results, owned, strict=True):
             self._buffer(Form.RENAME, (node, loop), buffer, Tenant.LOOP, operator)
 

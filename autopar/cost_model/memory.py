@@ -10,7 +10,7 @@ said by :mod:`autopar.cost_model.buffers`; which of them share bytes is decided 
 * an elementwise kernel writes over an operand that dies with it;
 * a donated argument's bytes take the result that replaces it; if the argument is still read after that, it is copied
   first;
-* while a donated argument's bytes are idle they serve as scratch space.
+* while bytes of a donated argument or of a result are idle they serve as scratch space.
 
 The referee is ``compiled.memory_analysis()`` of XLA:CPU.  For other platforms the order of work is a guess.
 """
@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,12 +28,14 @@ import numpy as np
 from autopar import _compat
 from autopar.cost_model.arrays import Arrays, Form, Node, Tenant, arrays_of
 from autopar.cost_model.buffers import Kernels, kernels_of, order_of, precedence
+from autopar.cost_model.combine import joined
+from autopar.cost_model.tenants import largest_tenants
 from autopar.graph.fusion import Fusion
 from autopar.plan import Memory
 from autopar.schedule.spmd import SpmdProgram
 
 POINTER_BYTES = 8
-"""XLA's results are a tuple: one pointer each."""
+"""Several results are a tuple in XLA: one pointer each."""
 
 PACKED_BUFFERS = 512
 """So many of the biggest buffers are given offsets; smaller ones fit between them."""
@@ -40,7 +43,7 @@ PACKED_BUFFERS = 512
 NEGLIGIBLE_SHARE = 1e-3
 """Buffers below this share of the biggest are not moved into idle arguments: they are many, and it changes nothing."""
 
-LARGEST_TENANTS = 12
+NO_NAMES: Mapping[int, str] = MappingProxyType({})
 
 OF_A_PHASE = frozenset((Tenant.ACTIVATION, Tenant.GRADIENT, Tenant.UPDATE))
 
@@ -85,11 +88,13 @@ def predict_memory(
     state_pairs: tuple[tuple[int, int], ...],
     donated: frozenset[int],
     platform: str,
+    names: Mapping[int, str] = NO_NAMES,
 ) -> Memory:
     """Bytes of a step on one device, in the words of ``compiled.memory_analysis()``.
 
     ``state_pairs`` are (input, output) positions of one and the same array before and after the step, ``donated`` the
-    positions of the inputs that the step may overwrite, ``platform`` is ``"cpu"``, ``"cuda"`` or ``"tpu"``.  Argument,
+    positions of the inputs that the step may overwrite, ``platform`` is ``"cpu"``, ``"cuda"`` or ``"tpu"``, ``names`` are
+    paths of the graph's inputs by value.  Argument,
     output and alias bytes are exact, scratch bytes a prediction (see the module docstring).  ``by_kind`` divides the
     scratch bytes at their peak; arrays that the whole program keeps in registers (``fusion``) and that only this plan
     or this compiler keeps in memory are called copies there.
@@ -106,11 +111,11 @@ def predict_memory(
     temp_bytes = line.temp_bytes
     return Memory(
         argument_bytes=sum(arguments),
-        output_bytes=sum(results) + POINTER_BYTES * len(results),
+        output_bytes=sum(results) + (POINTER_BYTES * len(results) if len(results) > 1 else 0),
         alias_bytes=sum(arguments[source] for source, _ in pairs),
         temp_bytes=temp_bytes,
         by_kind=_by_kind(line, temp_bytes, fusion),
-        largest=_largest(line, program, sum(arguments)),
+        largest=largest_tenants(line.tenants, program, state_pairs, arguments, names),
     )
 
 
@@ -127,26 +132,12 @@ def _by_kind(line: Timeline, temp_bytes: int, fusion: Fusion) -> dict[str, int]:
     return {kind: size for kind, size in kinds.most_common() if size}
 
 
-def _largest(line: Timeline, program: SpmdProgram, argument_bytes: int) -> tuple[tuple[str, int], ...]:
-    """The arguments in all, and the fullest kinds of scratch tenants; equal ones (of many layers) together."""
-    totals: Counter[str] = Counter({"arguments of the step": argument_bytes})
-    counts: Counter[str] = Counter()
-    for node, size in line.tenants:
-        value = program.values.get(node.value)
-        shape = f" {value.dtype}[{','.join(map(str, value.shape))}]" if value is not None else ""
-        source = node.source
-        place = "" if source is None else f" by {source.primitive} at {source.source}"
-        name = f"{node.tenant.value}{shape}{place}"
-        totals[name] += size
-        counts[name] += 1
-    return tuple(
-        (f"{counts[name]} × {name}" if counts[name] > 1 else name, size)
-        for name, size in totals.most_common(LARGEST_TENANTS)
-    )
+def timeline(arrays: Arrays, platform: str, *, outermost: bool = True) -> Timeline:
+    """Scratch buffers of a level, those of the bodies of its loops included; only the outermost owns its results.
 
-
-def timeline(arrays: Arrays, platform: str) -> Timeline:
-    """Scratch buffers of a level, those of the bodies of its loops included."""
+    Backends other than CPU combine collectives only up to some bytes, for their latency: not counted here.
+    """
+    arrays = joined(arrays) if platform == "cpu" else arrays
     kernels = kernels_of(arrays, platform)
     position = order_of(kernels, len(arrays.pairs) + 1, platform)
     end: dict[int, int] = {}
@@ -157,11 +148,13 @@ def timeline(arrays: Arrays, platform: str) -> Timeline:
             end[owner] = max(end.get(owner, 0), position[kernel])
             readers.setdefault(owner, []).append(kernel)
     buffers, idle = _donations(arrays, kernels, position, readers)
+    if outermost:
+        idle += _unfilled_results(arrays, kernels, position)
     results = {kernels.owner[node] for node in arrays.outputs if node is not None and node in kernels.owner}
     buffers += _scratch(kernels, position, end, results)
     buffers = _lodge(buffers, idle)
     bodies = [
-        (position[number], timeline(node.inner, platform))
+        (position[number], timeline(node.inner, platform, outermost=False))
         for number, node in enumerate(arrays.nodes)
         if node.inner is not None
     ]
@@ -194,6 +187,21 @@ def _donations(
             last = moment
         idle.append(Tenancy(given, size, last + 1, position[successor] - 1))
     return copies, idle
+
+
+def _unfilled_results(arrays: Arrays, kernels: Kernels, position: Mapping[int, int]) -> list[Tenancy]:
+    """The bytes of results that take over no argument's, until they are filled."""
+    taken_over = {output for _, output in arrays.pairs}
+    makers = [
+        kernels.owner[node]
+        for output, node in enumerate(arrays.outputs)
+        if node is not None and output not in taken_over and node in kernels.owner
+    ]
+    return [
+        Tenancy(maker, kernels.nodes[maker].size_bytes, 1, position[maker] - 1)
+        for maker in dict.fromkeys(makers)
+        if maker in position
+    ]
 
 
 def _scratch(kernels: Kernels, position: Mapping[int, int], end: Mapping[int, int], results: set[int]) -> list[Tenancy]:

@@ -2,7 +2,7 @@
 
     step seconds = Σ runs (roofline of one device's share) + Σ collectives (α-β over the links that they cross)
 
-Collectives of gradients that the backend merges pay their latency once per set of axes.  Nothing overlaps in this
+Collectives that the backend combines (:mod:`autopar.cost_model.combine`) pay their latency once.  Nothing overlaps in this
 sum: inside one executable on CPU nothing does, and elsewhere it is an upper bound.
 """
 
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from autopar.cluster import Cluster
 from autopar.cost_model.collectives import Collective, collective_seconds, wire_bytes
+from autopar.cost_model.combine import led_by
 from autopar.cost_model.kernels import Kernel, kernel_cost
-from autopar.cost_model.reshard import COLLECTIVE_OF_MOVE, COMBINED, collective_bytes, move_seconds
+from autopar.cost_model.reshard import COLLECTIVE_OF_MOVE, collective_bytes, move_seconds
 from autopar.graph.fusion import Fusion
-from autopar.graph.gradients import gradient_values
 from autopar.graph.ir import Operator, Phase
 from autopar.plan import CollectiveUse, Memory, Prediction
 from autopar.schedule.reshard import after_move, local_shape
@@ -71,22 +71,20 @@ def collectives_of(program: SpmdProgram, cluster: Cluster) -> list[CollectiveUse
     """Every collective of a step, in program order."""
     found = []
     mesh = program.mesh
-    gradients = gradient_values(program.graph)
-    merged: set[tuple[Collective, tuple[str, ...]]] = set()
+    leader = led_by(program, cluster.device.platform.value)
     for step, trips in program.all_steps():
         if isinstance(step, Run):
             found.extend(_extremes(step, program, cluster, trips))
             continue
         value = program.values[step.source.value]
         layout = step.source.layout
-        for move in step.moves:
+        for place, move in enumerate(step.moves):
             if (kind := COLLECTIVE_OF_MOVE.get(move.kind)) is not None:
                 full = collective_bytes(move, layout, value.size_bytes, mesh)
                 seconds = move_seconds(move, layout, value.size_bytes, mesh, cluster)
-                if value.id in gradients and kind in COMBINED[cluster.device.platform]:
-                    if (kind, move.axes) in merged:
-                        seconds -= move_seconds(move, layout, 0.0, mesh, cluster)
-                    merged.add((kind, move.axes))
+                this = step.target, place
+                if leader.get(this, this) != this:
+                    seconds -= move_seconds(move, layout, 0.0, mesh, cluster)
                 wire = wire_bytes(kind, full, mesh.axis_size(*move.axes))
                 phase = step.cause.phase if step.cause else Phase.UPDATE
                 origin = f"{step.cause.primitive} at {step.cause.source}" if step.cause else "result of the step"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from autopar.explain.data import Leaf
 from autopar.explain.explanation import Explanation
-from autopar.explain.paths import families
+from autopar.wording import families
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

@@ -21,6 +21,7 @@ from autopar.explain.work import collective_groups, communication_of, operator_u
 from autopar.graph.fusion import fuse
 from autopar.plan import Plan, Prediction
 from autopar.schedule.spmd import lower
+from autopar.wording import slashed
 
 if TYPE_CHECKING:
     from autopar.cluster import Cluster
@@ -225,7 +226,7 @@ def _memory(prediction: Prediction, leaves: Sequence[Leaf], budget_bytes: float)
         memory.alias_bytes,
         memory.temp_bytes,
         tuple((kind, size) for kind, size in kinds.most_common() if size > 0),
-        memory.largest or tuple((leaf.path, leaf.bytes_per_device) for leaf in heaviest[:3]),
+        memory.largest or tuple((slashed(leaf.path), leaf.bytes_per_device) for leaf in heaviest[:3]),
     )
 
 

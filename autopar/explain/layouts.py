@@ -17,13 +17,13 @@ from autopar.explain.data import (
     Undivided,
     spec_text,
 )
-from autopar.explain.paths import families, family_name
 from autopar.explain.words import runner_ups_text, seconds_text
 from autopar.graph.ir import Graph, Phase
 from autopar.graph.roles import Role
 from autopar.plan import Layout, Plan, Stage
 from autopar.schedule.reshard import layouts_of, shares
 from autopar.schedule.spmd import Run, SpmdProgram
+from autopar.wording import families, family_name
 
 if TYPE_CHECKING:
     from autopar.cluster import Mesh

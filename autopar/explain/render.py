@@ -19,8 +19,8 @@ from rich.text import Text
 from autopar.explain.compare import AmountChange, Comparison
 from autopar.explain.data import LeafKind, MethodTotals, Parameter, Undivided
 from autopar.explain.explanation import Explanation
-from autopar.explain.paths import slashed
-from autopar.explain.words import SAME_SHARE, array_text, axes_text, bytes_text, seconds_text, signed, source_text
+from autopar.explain.words import SAME_SHARE, axes_text, seconds_text, signed
+from autopar.wording import array_text, bytes_text, slashed, source_text
 
 WIDTH = 120
 NOTEBOOK_FORMAT = "<pre style='white-space:pre;overflow-x:auto;line-height:1.25;font-family:monospace'>{code}</pre>"
@@ -227,7 +227,7 @@ def _collective_table(e: Explanation) -> Table:
 
 def _remarks(e: Explanation) -> Iterator[RenderableType]:
     """What is worth a line: large arrays, gaps in the rules, repeated work, padding, how the plan was found."""
-    largest = [f"{slashed(name)} {bytes_text(size)}" for name, size in e.memory.largest[:MOST_TENANTS]]
+    largest = [f"{name} {bytes_text(size)}" for name, size in e.memory.largest[:MOST_TENANTS]]
     if largest:
         yield _remark("largest", ", ".join(largest))
     for row in e.uncovered[:MOST_ROWS]:

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from autopar.explain.data import Leaf, LeafKind, MethodTotals
-from autopar.explain.words import SAME_SHARE, axes_text, bytes_text, seconds_text
+from autopar.explain.words import SAME_SHARE, axes_text, seconds_text
 from autopar.plan import Axes, Layout, Plan
+from autopar.wording import bytes_text
 
 MOSTLY = 0.98
 """A share of the bytes from which on the rest goes unmentioned."""

@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.explain.data import Change, RunnerUp
-from autopar.explain.paths import families, slashed
 from autopar.graph.ir import Factor, FactorKind, Operator, Value
 from autopar.plan import Axes, Strategy
-
-SHORT_DTYPES = {
-    "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "int64": "i64", "int32": "i32",
-    "int16": "i16", "int8": "i8", "uint64": "u64", "uint32": "u32", "uint16": "u16", "uint8": "u8", "complex64": "c64",
-}  # fmt: skip
+from autopar.wording import array_text, families, slashed, three_digits
 
 SAME_SHARE = 1e-3
 """Differences within this share of the step are called none."""
@@ -23,21 +18,8 @@ def seconds_text(seconds: float) -> str:
     size = abs(seconds)
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if size >= 0.9995 * scale:
-            return f"{_three_digits(seconds / scale)} {unit}"
-    return "0" if size < 5e-10 else f"{_three_digits(seconds * 1e9)} ns"
-
-
-def bytes_text(size: float) -> str:
-    """``1.25 GiB`` to three digits."""
-    for scale, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if abs(size) >= scale:
-            return f"{_three_digits(size / scale)} {unit}"
-    return f"{size:.0f} B"
-
-
-def _three_digits(number: float) -> str:
-    size = abs(number)
-    return f"{number:.2f}" if size < 9.995 else f"{number:.1f}" if size < 99.95 else f"{number:.0f}"
+            return f"{three_digits(seconds / scale)} {unit}"
+    return "0" if size < 5e-10 else f"{three_digits(seconds * 1e9)} ns"
 
 
 def signed(text: str) -> str:
@@ -45,19 +27,9 @@ def signed(text: str) -> str:
     return text.replace("-", "−") if text.startswith("-") else f"+{text}"
 
 
-def array_text(shape: tuple[int, ...], dtype: str) -> str:
-    """``f32[64,256]``."""
-    return f"{SHORT_DTYPES.get(dtype, dtype)}[{','.join(map(str, shape))}]"
-
-
 def axes_text(axes: Axes) -> str:
     """``data × model``."""
     return " × ".join(axes)
-
-
-def source_text(source: str) -> str:
-    """The file's own name and the line."""
-    return source.rsplit("/", 1)[-1]
 
 
 # ----------------------------------------------------------------------------------------------------------- operators

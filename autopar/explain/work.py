@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from autopar.cost_model.predict import RunCost, run_costs
 from autopar.explain.data import CollectiveGroup, Communication, OperatorUse
-from autopar.explain.paths import family_name, slashed
-from autopar.explain.words import array_text, equation_text, shapes_text, strategy_text
+from autopar.explain.words import equation_text, shapes_text, strategy_text
 from autopar.graph.fusion import Fusion
 from autopar.graph.ir import FactorKind
 from autopar.plan import Axes, CollectiveUse, Prediction
 from autopar.schedule.spmd import Run, SpmdProgram
+from autopar.wording import array_text, family_name, slashed
 
 if TYPE_CHECKING:
     from autopar.cluster import Cluster, Mesh

@@ -35,6 +35,7 @@ from autopar.intra_op.restrict import Restriction, demand_keys
 from autopar.plan import Layout, Memory, Prediction, SolverReport, Stage
 from autopar.schedule.reshard import shares
 from autopar.schedule.spmd import SpmdProgram, lower, output_layouts
+from autopar.wording import bytes_text
 
 TIGHTENINGS = 6
 """How often the memory rows are tightened before a budget is called impossible."""
@@ -194,10 +195,10 @@ class _OverBudgetError(PlanError):
 
 
 def _over_budget_message(task: Task, leanest: Memory) -> str:
-    tenants = "; ".join(f"{name}: {size / 2**20:.1f} MiB" for name, size in leanest.largest[:3])
+    tenants = "; ".join(f"{name}: {bytes_text(size)}" for name, size in leanest.largest[:3])
     return (
-        f"no plan keeps {task.budget_bytes / 2**20:.1f} MiB per device on {task.cluster.name}: the leanest that was "
-        f"found needs {leanest.total_bytes / 2**20:.1f} MiB. Its three largest tenants are {tenants}. "
+        f"no plan keeps {bytes_text(task.budget_bytes)} per device on {task.cluster.name}: the leanest that was "
+        f"found needs {bytes_text(leanest.total_bytes)}. Its three largest tenants are {tenants}. "
         "Use more devices, a smaller batch, rematerialisation (jax.checkpoint), or raise memory_per_device=."
     )
 
@@ -236,6 +237,7 @@ class _OnMesh:
             state_pairs=task.state_pairs,
             donated=task.donated,
             platform=task.cluster.device.platform.value,
+            names=task.names or {},
         )
         prediction = predict(program, problem.fusion, task.cluster, memory)
         gap = replace(solution, bound=min(solution.bound, self.floor)).gap

@@ -1,8 +1,8 @@
-"""Many alike names as one: ``layer0 … layer11`` is ``layer0..11``.
+"""Names, sizes and places in words, the same in messages of the planner and in explanations.
 
-A path is cut into text and numbers.  Paths with the same text form a family; the numbers at each place form a set, and
-the family is written with those sets only if its members are all their combinations; otherwise it is split at its first
-number that varies.
+Many alike names become one: ``layer0 … layer11`` is ``layer0..11``.  A path is cut into text and numbers.  Paths with
+the same text form a family; the numbers at each place form a set, and the family is written with those sets only if its
+members are all their combinations; otherwise it is split at its first number that varies.
 """
 
 from __future__ import annotations
@@ -11,6 +11,11 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable
+
+SHORT_DTYPES = {
+    "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "int64": "i64", "int32": "i32",
+    "int16": "i16", "int8": "i8", "uint64": "u64", "uint32": "u32", "uint16": "u16", "uint8": "u8", "complex64": "c64",
+}  # fmt: skip
 
 Family = tuple[str, tuple[str, ...]]
 """The name of a family, and its members in the order given."""
@@ -60,3 +65,27 @@ def _ranges(numbers: list[int]) -> str:
         else:
             runs.append([number])
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)
+
+
+def bytes_text(size: float) -> str:
+    """``1.25 GiB`` to three digits."""
+    for scale, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(size) >= scale:
+            return f"{three_digits(size / scale)} {unit}"
+    return f"{size:.0f} B"
+
+
+def three_digits(number: float) -> str:
+    """Without an exponent, rounded to what three digits say."""
+    size = abs(number)
+    return f"{number:.2f}" if size < 9.995 else f"{number:.1f}" if size < 99.95 else f"{number:.0f}"
+
+
+def array_text(shape: tuple[int, ...], dtype: str) -> str:
+    """``f32[64,256]``."""
+    return f"{SHORT_DTYPES.get(dtype, dtype)}[{','.join(map(str, shape))}]"
+
+
+def source_text(source: str) -> str:
+    """The file's own name and the line."""
+    return source.rsplit("/", 1)[-1]

@@ -1,0 +1,133 @@
+"""Which collectives a compiler makes one, and what that does to the arrays around them.
+
+XLA combines collectives of one kind over the same groups of devices, with the same reduction and element type.  It goes
+through the program in post-order, from its results back to their operands, and gathers collectives until one depends on
+what is gathered; with that one the next set begins.  A combined collective starts when its last operand is there and
+ends at once, so all its operands and all its results are in memory together, but it pays its latency once.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from autopar.cost_model.arrays import Arrays, arrays_of
+from autopar.schedule.spmd import Buffer, SpmdProgram
+
+MOST_COMBINED = 256
+"""So many collectives become one at most; XLA:CPU has no bound in bytes."""
+
+
+def combined(arrays: Arrays) -> list[tuple[int, ...]]:
+    """The sets of nodes that become one collective, each in XLA's order; a collective on its own is a set too."""
+    order = [node for node in _post_order(arrays) if arrays.nodes[node].combines is not None]
+    above = _dependencies(arrays, order)
+    bit = {node: 1 << index for index, node in enumerate(order)}
+    found = []
+    while order:
+        group: list[int] = []
+        left: list[int] = []
+        taken = 0
+        for index, node in enumerate(order):
+            if arrays.nodes[node].combines != arrays.nodes[order[0]].combines:
+                left.append(node)
+            elif above[node] & taken or len(group) == MOST_COMBINED:
+                left += order[index:]
+                break
+            else:
+                group.append(node)
+                taken |= bit[node]
+        found.append(tuple(group))
+        order = left
+        behind = taken
+        for node in group:
+            behind |= above[node]
+        for node in order:  # what waits for one of a set waits for all of it
+            if above[node] & taken:
+                above[node] |= behind
+    return found
+
+
+def _post_order(arrays: Arrays) -> list[int]:
+    """Nodes after their inputs, from the first result's first operand on; what no result needs is left out."""
+    order: list[int] = []
+    seen: set[int] = set()
+    stack = [(node, False) for node in reversed(arrays.outputs) if node is not None]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack += [(i, False) for i in reversed(arrays.nodes[node].inputs) if i not in seen]
+    return order
+
+
+def _dependencies(arrays: Arrays, candidates: Sequence[int]) -> dict[int, int]:
+    """For each candidate the others that it waits for, as bits by their places."""
+    bit = {node: 1 << index for index, node in enumerate(candidates)}
+    above = [0] * len(arrays.nodes)
+    for number, node in enumerate(arrays.nodes):
+        for i in node.inputs:
+            above[number] |= above[i] | bit.get(i, 0)
+    return {node: above[node] for node in candidates}
+
+
+def joined(arrays: Arrays) -> Arrays:
+    """The same arrays with each set of combined collectives waiting for the operands of all its members."""
+    groups = [group for group in combined(arrays) if len(group) > 1]
+    if not groups:
+        return arrays
+    nodes = list(arrays.nodes)
+    rank = list(range(len(nodes)))
+    for group in groups:
+        inputs = tuple(dict.fromkeys(i for node in group for i in nodes[node].inputs))
+        for node, place in zip(group, sorted(group), strict=True):
+            nodes[node] = replace(nodes[node], inputs=inputs)
+            rank[node] = place
+    order = _sorted([node.inputs for node in nodes], rank)
+    new = {old: number for number, old in enumerate(order)}
+    return Arrays(
+        [replace(nodes[old], inputs=tuple(new[i] for i in nodes[old].inputs)) for old in order],
+        [new[node] for node in arrays.inputs],
+        [None if node is None else new[node] for node in arrays.outputs],
+        arrays.pairs,
+        {move: new[node] for move, node in arrays.moves.items()},
+    )
+
+
+def _sorted(inputs: Sequence[Iterable[int]], rank: Sequence[int]) -> list[int]:
+    """Numbers after their inputs, otherwise by rank."""
+    waiting = [len(set(sources)) for sources in inputs]
+    users: list[list[int]] = [[] for _ in inputs]
+    for number, sources in enumerate(inputs):
+        for source in set(sources):
+            users[source].append(number)
+    ready = [(rank[number], number) for number, count in enumerate(waiting) if not count]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, number = heapq.heappop(ready)
+        order.append(number)
+        for user in users[number]:
+            waiting[user] -= 1
+            if not waiting[user]:
+                heapq.heappush(ready, (rank[user], user))
+    return order
+
+
+def led_by(program: SpmdProgram, platform: str) -> Mapping[tuple[Buffer, int], tuple[Buffer, int]]:
+    """For each move (target of its reshard, number in it) that is combined with others, the first move of that set."""
+    found: dict[tuple[Buffer, int], tuple[Buffer, int]] = {}
+    levels = [arrays_of(program, (), platform)]
+    while levels:
+        arrays = levels.pop()
+        levels += [node.inner for node in arrays.nodes if node.inner is not None]
+        group_of = {node: number for number, group in enumerate(combined(arrays)) for node in group}
+        first: dict[int, tuple[Buffer, int]] = {}
+        for move, node in arrays.moves.items():
+            if node in group_of:
+                found[move] = first.setdefault(group_of[node], move)
+    return found

@@ -1,0 +1,151 @@
+"""Which all-reduces does XLA:CPU make one?  What is predicted is held against compiled programs.
+
+Small programs show one rule each; whole steps are compared by the bytes of every all-reduce by addition.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar.cost_model.arrays import Arrays, Form, Node, Tenant, arrays_of
+from autopar.cost_model.collectives import Collective
+from autopar.cost_model.combine import MOST_COMBINED, combined, joined, led_by
+from autopar.cost_model.hlo import collectives, parse_module
+from benchmarks.models import FAMILIES, build
+from tests.toy_runs import eight_slow_devices
+
+ADDITION = (Collective.ALL_REDUCE, ("data",), "float32")
+
+
+def total(x: jax.Array) -> jax.Array:
+    return jax.lax.psum(x, "data")
+
+
+def node(form: Form, *inputs: int, combines: Any = None) -> Node:
+    return Node(form, inputs, 4, Tenant.GRADIENT, -1, None, combines=combines)
+
+
+def reduced(*inputs: int) -> Node:
+    return node(Form.KERNEL, *inputs, combines=ADDITION)
+
+
+A, B, C = (node(Form.INPUT) for _ in range(3))
+
+
+def chain_and_one(a: jax.Array, b: jax.Array, c: jax.Array) -> tuple[jax.Array, ...]:
+    return total(total(a) @ b), total(c)
+
+
+def one_and_chain(a: jax.Array, b: jax.Array, c: jax.Array) -> tuple[jax.Array, ...]:
+    return total(c), total(total(a) @ b)
+
+
+def two_chains(a: jax.Array, b: jax.Array, c: jax.Array) -> tuple[jax.Array, ...]:
+    return total(total(a) @ b), total(total(c) @ b)
+
+
+def two_types(a: jax.Array, b: jax.Array, c: jax.Array) -> tuple[jax.Array, ...]:
+    return total(a), total(b.astype(jnp.int32)), total(c)
+
+
+CHAIN = [A, B, C, reduced(0), node(Form.KERNEL, 3, 1), reduced(4), reduced(2)]
+SMALL = {
+    chain_and_one: (CHAIN, (5, 6)),
+    one_and_chain: (CHAIN, (6, 5)),
+    two_chains: ([*CHAIN, node(Form.KERNEL, 6, 1), reduced(7)], (5, 8)),
+    two_types: (
+        [
+            *(A, B, C, reduced(0)),
+            node(Form.KERNEL, 1, combines=(Collective.ALL_REDUCE, ("data",), "int32")),
+            reduced(2),
+        ],
+        (3, 4, 5),
+    ),
+}
+
+
+def widths(module: Any) -> list[int]:
+    """How many arrays each all-reduce of a compiled program takes."""
+    return [
+        len(instruction.operands)
+        for computation in module.computations.values()
+        for instruction in computation.instructions
+        if instruction.opcode == "all-reduce"
+    ]
+
+
+def compiled_widths(function: Callable[..., Any], count: int) -> list[int]:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    cut = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
+    arguments = [jax.ShapeDtypeStruct((16, 16), jnp.float32)] * count
+    return widths(parse_module(cut.lower(*arguments).compile().as_text()))
+
+
+@pytest.mark.parametrize("function", SMALL, ids=lambda function: function.__name__)
+def test_a_set_ends_at_the_first_that_depends_on_it(function: Any) -> None:
+    nodes, outputs = SMALL[function]
+    predicted = combined(Arrays(nodes, [0, 1, 2], list(outputs)))
+    assert Counter(map(len, predicted)) == Counter(compiled_widths(function, 3))
+
+
+def test_a_set_has_a_most() -> None:
+    many = MOST_COMBINED + 3
+    nodes = [node(Form.INPUT) for _ in range(many)] + [reduced(number) for number in range(many)]
+    predicted = combined(Arrays(nodes, list(range(many)), list(range(many, 2 * many))))
+    assert list(map(len, predicted)) == [MOST_COMBINED, 3]
+    assert compiled_widths(lambda *xs: [total(x) for x in xs], many) == [MOST_COMBINED, 3]
+
+
+def test_all_of_a_set_wait_for_the_operands_of_all() -> None:
+    nodes, outputs = SMALL[one_and_chain]
+    arrays = joined(Arrays(nodes, [0, 1, 2], list(outputs), moves={}))
+    assert all(i < number for number, made in enumerate(arrays.nodes) for i in made.inputs)
+    (wide,) = {made.inputs for made in arrays.nodes if len(made.inputs) == 2 and made.combines}
+    assert {arrays.nodes[i].form for i in wide} == {Form.INPUT}
+    first, last = arrays.outputs
+    assert first is not None and arrays.nodes[first].inputs == wide
+    assert last is not None and arrays.nodes[last].inputs != wide
+
+
+def levels(arrays: Arrays) -> Iterator[Arrays]:
+    yield arrays
+    for made in arrays.nodes:
+        if made.inner is not None:
+            yield from levels(made.inner)
+
+
+@pytest.mark.parametrize("method", ["data_parallel", "zero2", "tensor_parallel"])
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_the_all_reduces_of_a_step_are_those_of_its_compiled_program(name: str, method: str) -> None:
+    model = build(name, "toy")
+    step = autopar.parallelize(cluster=eight_slow_devices(), method=method)(model.train_step)
+    compiled = step.compile(model.abstract_state(), model.abstract_batch())
+    predicted = Counter(
+        sum(level.nodes[number].size_bytes for number in group)
+        for level in levels(arrays_of(compiled.program, (), "cpu"))
+        for group in combined(level)
+        if level.nodes[group[0]].size_bytes
+    )
+    ran = [one for one in collectives(parse_module(compiled.as_text())) if one.kind is Collective.ALL_REDUCE]
+    assert predicted == Counter(one.full_bytes for one in ran if one.reduction == "add")
+
+
+def test_a_set_pays_its_latency_once() -> None:
+    model = build("mlp_nnx", "toy")
+    step = autopar.parallelize(cluster=eight_slow_devices(), method="data_parallel")(model.train_step)
+    compiled = step.compile(model.abstract_state(), model.abstract_batch())
+    leaders = led_by(compiled.program, "cpu")
+    reduces = [use for use in compiled.plan.prediction.collectives if use.kind == "all-reduce"]
+    assert len(leaders) == len(reduces) > 1
+    alone = len(set(leaders.values()))
+    assert alone == len(widths(parse_module(compiled.as_text())))
+    slope = {(use.seconds - reduces[0].seconds) / (use.full_bytes - reduces[0].full_bytes) for use in reduces[1:]}
+    assert slope

@@ -1,0 +1,215 @@
+"""Is the memory predicted for a step what XLA:CPU's own account of the compiled step says?
+
+The referee is ``compiled.memory_analysis()``: arguments, results and aliased bytes must agree to the byte, the total
+within 15%, and it may hardly be too low.  Where a rule of the prediction is about one effect, a small program shows it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+
+import autopar
+from autopar.cluster import Mesh
+from autopar.cost_model.hlo import memory_bytes
+from autopar.cost_model.memory import PACKED_BUFFERS, Span, packed_bytes, predict_memory
+from autopar.graph.build import build_graph
+from autopar.graph.fusion import fuse
+from autopar.graph.tracing import trace
+from autopar.plan import Memory, Stage
+from autopar.runtime.executor import Executor
+from autopar.schedule.spmd import lower, output_layouts
+from benchmarks.models import FAMILIES, build
+from tests.toy_runs import eight_slow_devices
+
+TOTAL_TOLERANCE = 0.15
+TOO_LOW = 0.07
+PLANS: dict[str, dict[str, Any]] = {
+    "auto-8": {"mesh_shape": (8,)},
+    "auto-2x4": {"mesh_shape": (2, 4)},
+    "auto-4x2": {"mesh_shape": (4, 2)},
+    "data parallel": {"method": "data_parallel"},
+    "zero3": {"method": "zero3"},
+    "tensor parallel": {"method": "tensor_parallel"},
+}
+ALWAYS = ("auto-2x4", "data parallel", "zero3")
+
+_compile = jax.stages.Lowered.compile
+
+
+def quickly(lowered: Any) -> Any:
+    """Compile without optimizing machine code: that comes after all buffers are assigned."""
+    return _compile(lowered, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def predicted_and_actual(step: Any, *args: Any) -> tuple[Memory, Any]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(jax.stages.Lowered, "compile", quickly)
+        compiled = step.compile(*args)
+    return compiled.plan.prediction.memory, memory_bytes(compiled)
+
+
+def check(memory: Memory, actual: Any) -> None:
+    assert memory.argument_bytes == actual.argument
+    assert memory.output_bytes == actual.output
+    assert memory.alias_bytes == actual.alias
+    assert (1 - TOO_LOW) * actual.total <= memory.total_bytes <= (1 + TOTAL_TOLERANCE) * actual.total
+
+
+def check_family(name: str, plan: str) -> None:
+    model = build(name, "bench")
+    step = autopar.parallelize(model.train_step, cluster=eight_slow_devices(), **PLANS[plan])
+    memory, actual = predicted_and_actual(step, model.abstract_state(), model.abstract_batch())
+    check(memory, actual)
+    assert sum(memory.by_kind.values()) == memory.temp_bytes
+    assert memory.largest
+    assert all(size > 0 for _, size in memory.largest)
+
+
+@pytest.mark.parametrize("plan", ALWAYS)
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_total_is_that_of_the_compiled_step(name: str, plan: str) -> None:
+    check_family(name, plan)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("plan", sorted(set(PLANS) - set(ALWAYS)))
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_total_is_that_of_the_compiled_step_under_more_plans(name: str, plan: str) -> None:
+    check_family(name, plan)
+
+
+# --- one effect at a time: programs that every device runs whole ------------------------------------------------------
+
+
+def whole_on_each_device(function: Any, *shapes: tuple[int, ...]) -> tuple[Memory, Any]:
+    """Prediction and account of a function of float32 arrays that is not cut at all."""
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    traced = trace(function, tuple(arguments), {})
+    graph = build_graph(traced.jaxpr, platform="cpu")
+    stage = Stage(Mesh(("data",), (8,)), {}, {}, {})
+    program = lower(graph, stage, output_layouts(graph, stage, ()))
+    memory = predict_memory(program, fusion=fuse(graph), state_pairs=(), donated=frozenset(), platform="cpu")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(jax.stages.Lowered, "compile", quickly)
+        return memory, memory_bytes(Executor(program, traced.in_avals, frozenset(), jax.devices()))
+
+
+def chained(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Each product needs its operand and its result, and no more."""
+    for _ in range(4):
+        x = x @ w
+    return x
+
+
+def elementwise(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Cheap work is in no buffer, and tanh, needed twice, is in one."""
+    y = jnp.tanh(x + 1) * 2
+    return (y + y * y) @ w
+
+
+def kept_for_gradients(x: jax.Array, w: jax.Array) -> Any:
+    """What a gelu keeps is its argument and its tanh."""
+
+    def loss(w: jax.Array) -> jax.Array:
+        y = x
+        for _ in range(4):
+            y = jax.nn.gelu(y @ w)
+        return (y * y).sum()
+
+    return jax.grad(loss)(w)
+
+
+def rematerialised(x: jax.Array, w: jax.Array) -> Any:
+    """XLA:CPU drops the barriers of ``jax.checkpoint``, finds equal work, and keeps what was to be computed again."""
+    block = jax.checkpoint(lambda y: jnp.sin(jnp.tanh(y @ w)))
+    return jax.grad(lambda y: block(block(block(y))).sum())(x)
+
+
+def stacked(x: jax.Array, w: jax.Array) -> Any:
+    """A scan's stacked results exist before its first trip."""
+    carry, kept = lax.scan(lambda y, _: (jnp.tanh(y @ w), y @ w), x, None, length=6)
+    return (kept * carry).sum()
+
+
+def scattered(x: jax.Array, w: jax.Array) -> Any:
+    """The gradient of a cross entropy is scattered onto that of the softmax, not added to it."""
+
+    def loss(w: jax.Array) -> jax.Array:
+        logits = jax.nn.log_softmax(x @ w)
+        return -logits[jnp.arange(x.shape[0]), jnp.arange(x.shape[0]) % 7].mean()
+
+    return jax.grad(loss)(w)
+
+
+def dropped(x: jax.Array, w: jax.Array) -> Any:
+    """Random bits stay in memory as two arrays of words, from which the mask is mixed wherever it is needed."""
+
+    def loss(w: jax.Array) -> jax.Array:
+        y = x @ w
+        return jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, y.shape), y * y, 0).sum()
+
+    return jax.grad(loss)(w)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [chained, elementwise, kept_for_gradients, rematerialised, stacked, scattered, dropped],
+    ids=lambda function: function.__name__,
+)
+def test_one_effect(function: Any) -> None:
+    memory, actual = whole_on_each_device(function, (1024, 512), (512, 512))
+    check(memory, actual)
+
+
+def test_without_donation_nothing_is_aliased() -> None:
+    model = build("mlp_nnx", "toy")
+    step = autopar.parallelize(model.train_step, cluster=eight_slow_devices(), donate_argnums=())
+    memory, actual = predicted_and_actual(step, model.abstract_state(), model.abstract_batch())
+    assert memory.alias_bytes == 0
+    check(memory, actual)
+
+
+def test_a_literal_result_is_counted() -> None:
+    memory, actual = whole_on_each_device(lambda x: (x * 2, np.float32(3)), (64, 64))
+    assert memory.output_bytes == actual.output
+
+
+# --- offsets ----------------------------------------------------------------------------------------------------------
+
+SPANS = st.lists(
+    st.builds(
+        lambda size, start, length: Span(size, start, start + length),
+        st.integers(1, 50),
+        st.integers(0, 30),
+        st.integers(1, 10),
+    ),
+    max_size=25,
+)
+
+
+@given(SPANS)
+def test_a_block_holds_what_lives_at_once_and_never_more_than_everything(found: list[Span]) -> None:
+    assert len(found) <= PACKED_BUFFERS
+    live = max((sum(s.size_bytes for s in found if s.start <= t < s.stop) for t in range(41)), default=0)
+    assert live <= packed_bytes(found) <= sum(s.size_bytes for s in found)
+
+
+@given(st.lists(st.integers(1, 50), max_size=10))
+def test_buffers_of_different_times_share_one_place(sizes: list[int]) -> None:
+    one_by_one = [Span(size, number, number + 1) for number, size in enumerate(sizes)]
+    assert packed_bytes(one_by_one) == max(sizes, default=0)
+
+
+def test_fixed_offsets_may_need_more_than_what_lives_at_once() -> None:
+    """Five bytes live at most, but the biggest are placed first: the last then finds two holes of one byte, not of two."""
+    spans = [Span(3, 0, 1), Span(2, 0, 2), Span(2, 1, 3), Span(1, 1, 2), Span(3, 2, 3)]
+    assert max(sum(s.size_bytes for s in spans if s.start <= t < s.stop) for t in range(3)) == 5
+    assert packed_bytes(spans) > 5
