@@ -241,7 +241,7 @@ def _gather(equation: JaxprEqn, mark: Mark, places: tuple[Place, ...]) -> Factor
     A lookup leaves a sum over the devices, so rows of Booleans or keys, which cannot be added, are not looked up so.
     """
     dtype = _dtype(equation.outvars[0])
-    if dtype == np.dtype(bool) or jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if dtype == np.dtype(bool) or jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
         return FactorKind.BLOCKED
     numbers = equation.params["dimension_numbers"]
     operand_dims = [(0, dim) for dim in numbers.start_index_map if dim in numbers.collapsed_slice_dims]

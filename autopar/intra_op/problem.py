@@ -63,6 +63,7 @@ class Edge:
     target: End
     shape: tuple[int, ...]
     itemsize_bytes: int
+    dtype: str
     weight: int
     combined: bool = False
 
@@ -327,7 +328,7 @@ class _ProblemBuilder:
             if source.node != target.node:
                 array = self._values[value]
                 combined = value in self._gradients
-                edges.append(Edge(source, target, array.shape, array.itemsize_bytes, weight, combined))
+                edges.append(Edge(source, target, array.shape, array.itemsize_bytes, array.dtype, weight, combined))
 
         for value, needs in self._needs.items():
             if value not in node_of_value:
