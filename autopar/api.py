@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -409,6 +410,14 @@ def parallelize(function: Callable[..., Any] | None = None, /, **options: Any) -
     return Parallelized(function, _read_options(options)) if options else Parallelized(function, Options())
 
 
+def _sizes(mesh_shape: Any) -> tuple[int, ...]:
+    """Any sequence of whole numbers as a tuple of Python's integers."""
+    try:
+        return tuple(map(operator.index, mesh_shape))
+    except TypeError:
+        raise PlanError(f"mesh_shape={mesh_shape!r} is no tuple of integers; write for example (2, 4)") from None
+
+
 def _read_options(given: dict[str, Any]) -> Options:
     known = ("method", "memory_per_device", "mesh_shape", "constraints", "solver_seconds")
     others = ("cluster", "static_argnums", "static_argnames", "batch_argnums", "state_argnums")
@@ -418,6 +427,8 @@ def _read_options(given: dict[str, Any]) -> Options:
             f"parallelize() got unknown options {unknown}; known are {sorted((*known, *others, 'donate_argnums'))}"
         )
     demands = {name: given[name] for name in known if given.get(name) is not None}
+    if "mesh_shape" in demands:
+        demands["mesh_shape"] = _sizes(demands["mesh_shape"])
     donate = given.get("donate_argnums", "auto")
     if donate not in ("auto", ()):
         raise PlanError(

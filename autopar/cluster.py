@@ -30,7 +30,7 @@ from autopar.errors import ClusterError
 
 _FILE_FORMAT = "autopar-cluster"
 _FILE_VERSION = 1
-_AXIS_NAMES = ("data", "model", "extra")
+AXIS_NAMES = ("data", "model", "extra")  # of the axes of a logical mesh, as many as it has
 _Made = TypeVar("_Made")
 
 
@@ -247,12 +247,12 @@ class Cluster:
         All *ordered* factorizations of ``num_devices``: ids are row-major, so the order of the axes decides which of
         them crosses hosts.  Axes are named ``data``, ``model``, ``extra``.  One device gives one axis of size 1.
         """
-        if not 1 <= max_axes <= len(_AXIS_NAMES):
-            raise ClusterError(f"max_axes is {max_axes}; give 1 to {len(_AXIS_NAMES)}")
+        if not 1 <= max_axes <= len(AXIS_NAMES):
+            raise ClusterError(f"max_axes is {max_axes}; give 1 to {len(AXIS_NAMES)}")
         if self.num_devices == 1:
-            return [Mesh(_AXIS_NAMES[:1], (1,))]
+            return [Mesh(AXIS_NAMES[:1], (1,))]
         shapes = sorted(_ordered_factorizations(self.num_devices, max_axes), key=lambda shape: (len(shape), shape))
-        return [Mesh(_AXIS_NAMES[: len(shape)], shape) for shape in shapes]
+        return [Mesh(AXIS_NAMES[: len(shape)], shape) for shape in shapes]
 
     def replace(self, *, memory_bytes: int | None = None, **changes: Any) -> Cluster:
         """A cluster with other fields, the rest as here: ``cluster.replace(hosts=4, network_link=Link(1e-5, 25e6))``.

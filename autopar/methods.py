@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from autopar.cluster import Cluster, Mesh
+from autopar.cluster import AXIS_NAMES, Cluster, Mesh
 from autopar.errors import PlanError
 from autopar.graph.ir import FactorKind, Graph, Operator, Phase, Value
 from autopar.intra_op.choices import cuttable_factors
@@ -132,7 +132,7 @@ class TensorParallel:
         count = cluster.num_devices
         sizes = [size for size in range(2, count + 1) if count % size == 0] or [1]
         if self.model_size is not None:
-            if count % self.model_size:
+            if self.model_size < 1 or count % self.model_size:
                 raise PlanError(f"model_size={self.model_size} does not divide the {count} devices of {cluster.name}")
             sizes = [self.model_size]
         return tuple(mesh_of((count // size, size), cluster) for size in sizes)
@@ -179,7 +179,7 @@ def mesh_of(shape: tuple[int, ...], cluster: Cluster) -> Mesh:
             f"mesh_shape={tuple(shape)} does not fit {cluster.name}: give one to three sizes whose product is "
             f"{cluster.num_devices}, the number of its devices"
         )
-    named = [(name, size) for name, size in zip(("data", "model", "extra"), shape, strict=False) if size != 1]
+    named = [(name, size) for name, size in zip(AXIS_NAMES, shape, strict=False) if size != 1]
     names, sizes = zip(*(named or [("data", 1)]), strict=True)
     return Mesh(names, sizes)
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from autopar.cluster import Cluster, Mesh
+from autopar.cluster import AXIS_NAMES, Cluster, Mesh
 from autopar.errors import PlanError
 from autopar.graph.build import build_graph
 from autopar.graph.fingerprint import fingerprint
@@ -86,7 +86,8 @@ def make_plan(
     state = subject.roles.leaves(Role.STATE)
     view = Subject(subject.graph, state, subject.roles.leaves(Role.BATCH))
     donated = subject.donated if demands.donate_state else frozenset()
-    meshes = _meshes_with_names(meshes, demands.constraints)
+    constraints = _without_axes_of_one(demands)
+    meshes = _meshes_with_names(meshes, constraints)
     task = Task(
         graph=subject.graph,
         state_pairs=subject.roles.state_pairs,
@@ -94,7 +95,7 @@ def make_plan(
         cluster=cluster,
         meshes=meshes,
         budget_bytes=float(demands.memory_per_device or cluster.per_device_memory_bytes),
-        restriction=lambda mesh: _with_constraints(method.restriction(view, mesh), subject, demands.constraints, mesh),
+        restriction=lambda mesh: _with_constraints(method.restriction(view, mesh), subject, constraints, mesh),
         batch=view.batch if isinstance(method, IntraOp) and not demands.constraints else (),
         solver_seconds=demands.solver_seconds,
         names=subject.names,
@@ -141,6 +142,22 @@ def _meshes_with_names(meshes: tuple[Mesh, ...], constraints: Mapping[str, Parti
             f"{sorted({name for mesh in meshes for name in mesh.axis_names})}"
         )
     return fitting
+
+
+def _without_axes_of_one(demands: Demands) -> dict[str, PartitionSpec]:
+    """The constraints without the axes that the demanded mesh shape gives size 1, which cut nothing and are left out."""
+    shape = demands.mesh_shape or ()
+    ones = {name for name, size in zip(AXIS_NAMES, shape, strict=False) if size == 1}
+
+    def rest(entry: Any) -> Any:
+        return tuple(axis for axis in _axes_of(entry) if axis not in ones) or None
+
+    return {
+        pattern: PartitionSpec(*map(rest, spec))
+        if ones & {axis for entry in spec for axis in _axes_of(entry)}
+        else spec
+        for pattern, spec in demands.constraints.items()
+    }
 
 
 def _axes_of(entry: Any) -> tuple[str, ...]:

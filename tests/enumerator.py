@@ -342,7 +342,8 @@ class _Enumerator:
         for k in self.fusion.writes(operator):
             traffic += self.graph.values[operator.results[k]].size_bytes / self._pieces(left[k])
         dtype = self.graph.values[operator.results[0]].dtype
-        return self._roofline(operator.flops / pieces, min(traffic, operator.bytes_moved / pieces), dtype)
+        repeats = max(map(self.fusion.reads[operator.id].count, self.fusion.reads[operator.id]), default=1)
+        return self._roofline(operator.flops / pieces, min(traffic, repeats * operator.bytes_moved / pieces), dtype)
 
     def _at_once(self, operator: Operator, left: list[Layout], compared: set[str]) -> float:
         """All-reduces that cannot wait: of maxima and minima, and of the sums in scalars that are no nodes."""

@@ -22,6 +22,7 @@ import autopar.api
 from autopar import Cluster, Plan, PlanError, TraceError
 from autopar.api import Parallelized
 from autopar.cost_model.hlo import memory_bytes
+from autopar.methods import TensorParallel
 from benchmarks.models import build
 from tests.toy_runs import eight_slow_devices
 
@@ -385,7 +386,7 @@ def test_unknown_names() -> None:
         parallel(method="zero9").plan(make_state(), make_batch())
 
 
-@pytest.mark.parametrize("shape", [(3,), (2, 2), (2, 2, 2, 1), (), (-2, -4), (0,)])
+@pytest.mark.parametrize("shape", [(3,), (2, 2), (2, 2, 2, 1), (), (-2, -4), (0,), (0, 8), (8, 0)])
 def test_a_mesh_that_is_not_all_devices(shape: tuple[int, ...]) -> None:
     with pytest.raises(PlanError, match=r"mesh_shape=.* does not fit .* product is 8"):
         parallel(method="auto", mesh_shape=shape).plan(make_state(), make_batch())
@@ -401,6 +402,41 @@ def test_axes_of_size_one_are_left_out() -> None:
         plan = parallel(method=method, mesh_shape=(1, 8)).plan(make_state(), make_batch())
         assert str(plan.mesh) == "model=8"
     assert str(parallel(mesh_shape=(8, 1)).plan(make_state(), make_batch()).mesh) == "data=8"
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "same"),
+    [
+        ((1, 8), P("data", "model"), P(None, "model")),
+        ((8, 1), P("data", "model"), P("data")),
+        ((2, 1, 4), P(None, ("data", "model", "extra")), P(None, ("data", "extra"))),
+    ],
+)
+def test_a_constraint_may_name_an_axis_of_size_one(shape: tuple[int, ...], spec: P, same: P) -> None:
+    """To cut into one piece is not to cut: the plan is that of a constraint without the axis."""
+    first, second = (
+        parallel(method="auto", mesh_shape=shape, constraints={"**/kernel": one}).plan(make_state(), make_batch())
+        for one in (spec, same)
+    )
+    assert (first.mesh, first.in_layouts) == (second.mesh, second.in_layouts)
+    assert 1 not in first.mesh.axis_sizes
+
+
+@pytest.mark.parametrize("shape", [[2, 4], np.array([2, 4]), (np.int64(2), 4)], ids=["list", "array", "mixed"])
+def test_a_mesh_shape_is_any_sequence_of_integers(shape: Any) -> None:
+    assert parallel(method="auto", mesh_shape=shape).plan(make_state(), make_batch()).mesh.axis_sizes == (2, 4)
+
+
+@pytest.mark.parametrize("shape", [8, (2.0, 4), "24"])
+def test_a_mesh_shape_that_is_none(shape: Any) -> None:
+    with pytest.raises(PlanError, match=r"mesh_shape=.* is no tuple of integers"):
+        parallel(method="auto", mesh_shape=shape)
+
+
+@pytest.mark.parametrize("size", [3, 0, -2, 16])
+def test_a_model_axis_that_does_not_divide_the_devices(size: int) -> None:
+    with pytest.raises(PlanError, match=rf"model_size={size} does not divide the 8 devices"):
+        parallel(method=TensorParallel(model_size=size)).plan(make_state(), make_batch())
 
 
 @pytest.mark.parametrize("transform", [jax.jit, lambda f: jax.vmap(f, in_axes=(None, 0))], ids=["jit", "vmap"])

@@ -7,6 +7,7 @@ import io
 import math
 import re
 import signal
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from rich.console import Console
 
 from benchmarks.models import FAMILIES, Size, build, llama_nnx
@@ -328,3 +330,33 @@ def test_a_sample_follows_its_prompt_with_what_the_model_predicts() -> None:
         return 100.0 * jax.nn.one_hot((tokens + 1) % 16, 16)
 
     assert generate.sample(counting, {}, [3, 4], sequence=4, length=6) == [3, 4, 5, 6, 7, 8, 9, 10]
+
+
+def in_pieces(leaf: jax.Array, mesh: jax.sharding.Mesh, dim_of: Callable[[tuple[int, ...]], int]) -> jax.Array:
+    """The leaf cut over all devices along one of the dimensions that divide, whole where none does."""
+    dims = [dim for dim, extent in enumerate(leaf.shape) if extent % mesh.size == 0]
+    spec: list[str | None] = [None] * leaf.ndim
+    if dims:
+        spec[dims[dim_of(tuple(leaf.shape[dim] for dim in dims))]] = "x"
+    return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+@pytest.mark.parametrize("dim_of", [lambda extents: 0, lambda extents: len(extents) - 1], ids=["first", "last"])
+@pytest.mark.parametrize("scanned", [False, True])
+def test_what_a_model_in_pieces_says_is_what_it_says_whole(
+    scanned: bool, dim_of: Callable[[tuple[int, ...]], int]
+) -> None:
+    state = model.create_state(
+        jax.random.key(0), dataclasses.replace(TINY, scan_layers=scanned), model.OptimizerConfig()
+    )
+    mesh = jax.make_mesh((jax.device_count(),), ("x",), (AxisType.Auto,))
+    pieces = jax.tree.map(lambda leaf: in_pieces(leaf, mesh, dim_of), state.params)
+    assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(pieces))
+    tokens = np.arange(24, dtype=np.int32).reshape(3, 8)
+    batches = [{"tokens": tokens, "targets": tokens[:, ::-1]}]
+    loss, whole_loss = (generate.mean_loss(state.apply_fn, params, batches) for params in (pieces, state.params))
+    assert loss == pytest.approx(whole_loss, rel=1e-5)
+    written, whole_written = (
+        generate.sample(state.apply_fn, params, [1, 2], TINY.sequence, 8) for params in (pieces, state.params)
+    )
+    assert written == whole_written

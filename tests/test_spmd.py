@@ -333,6 +333,10 @@ def rows_of_booleans(flags: Any, places: Any) -> Any:
     return flags[places]
 
 
+def rows_of_keys(keys: Any, places: Any) -> Any:
+    return keys[places]
+
+
 def rolled(x: Any) -> Any:
     """The axis of the concatenation inside is an integer of NumPy's."""
     return jnp.roll(x, 3, 1)
@@ -352,18 +356,9 @@ def grouped_convolution(x: Any, k: Any) -> Any:
 @pytest.mark.parametrize(
     ("function", "arguments"),
     [
-        pytest.param(
-            rows_of_booleans,
-            (integers(2, 8, 8).astype(bool), integers(8, 4)),
-            marks=pytest.mark.xfail(strict=True, reason="the rule of a gather lets rows of Booleans be summed"),
-        ),
-        pytest.param(
-            rolled,
-            (normal(8, 16),),
-            marks=pytest.mark.xfail(
-                strict=True, raises=TypeError, reason="an axis given as NumPy's integer is refused"
-            ),
-        ),
+        (rows_of_booleans, (integers(2, 8, 8).astype(bool), integers(8, 4))),
+        (rows_of_keys, (jax.random.split(jax.random.key(0), 8), integers(8, 4))),
+        (rolled, (normal(8, 16),)),
         (grouped_convolution, (normal(8, 4, 4, 16), normal(3, 3, 8, 8))),
     ],
 )

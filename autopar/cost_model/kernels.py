@@ -1,13 +1,14 @@
 """What one operator costs on one device under a strategy: its share of the FLOPs, the bytes it moves, the seconds.
 
 An axis that cuts a factor divides the work by its size; an axis that cuts nothing saves nothing.  The bytes are those
-of the local shards that the fusion model says are really read or written, and never more than the operator's own share
-of what it touches (slices, gathers and scatters touch less than the arrays they are given).
+of the local shards that the fusion model says are really read or written, and in each kernel never more than the
+operator's own share of what it touches (slices, gathers and scatters touch less than the arrays they are given).
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from autopar.cluster import Cluster, Mesh
@@ -19,7 +20,10 @@ from autopar.schedule.reshard import local_shape
 
 @dataclass(frozen=True)
 class Kernel:
-    """An operator with its arrays; ``reads`` and ``writes`` are the operand and result positions that touch memory."""
+    """An operator with its arrays; ``reads`` and ``writes`` are the operand and result positions that touch memory.
+
+    A position stands in ``reads`` as often as there are kernels that repeat the operator and read there.
+    """
 
     operator: Operator
     operands: tuple[Value | None, ...]
@@ -51,7 +55,8 @@ def kernel_cost(kernel: Kernel, strategy: Strategy, mesh: Mesh, cluster: Cluster
         value = kernel.results[position]
         layout = strategy.result(operator.rule, position, mesh)
         traffic += value.itemsize_bytes * math.prod(local_shape(value.shape, layout, mesh))
-    traffic = min(traffic, operator.bytes_moved / pieces)
+    repeats = max(Counter(kernel.reads).values(), default=1)
+    traffic = min(traffic, repeats * operator.bytes_moved / pieces)
     flops = operator.flops / pieces
     dtype = kernel.results[0].dtype if kernel.results else "float32"
     return KernelCost(flops, traffic, operator_seconds(flops, traffic, dtype, cluster))

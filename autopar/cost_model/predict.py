@@ -21,6 +21,7 @@ from autopar.graph.ir import Operator, Phase
 from autopar.plan import CollectiveUse, Memory, Prediction
 from autopar.schedule.reshard import after_move, local_shape
 from autopar.schedule.spmd import Run, SpmdProgram
+from autopar.schedule.wire import wire_itemsize_bytes
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,11 @@ def collectives_of(program: SpmdProgram, cluster: Cluster) -> list[CollectiveUse
             continue
         value = program.values[step.source.value]
         layout = step.source.layout
+        sent_bytes = math.prod(value.shape) * wire_itemsize_bytes(value, cluster.device.platform)
         for place, move in enumerate(step.moves):
             if (kind := COLLECTIVE_OF_MOVE.get(move.kind)) is not None:
-                full = collective_bytes(move, layout, value.size_bytes, mesh)
-                seconds = move_seconds(move, layout, value.size_bytes, mesh, cluster)
+                full = collective_bytes(move, layout, sent_bytes, mesh)
+                seconds = move_seconds(move, layout, sent_bytes, mesh, cluster)
                 this = step.target, place
                 if leader.get(this, this) != this:
                     seconds -= move_seconds(move, layout, 0.0, mesh, cluster)
@@ -113,7 +115,8 @@ def _extremes(step: Run, program: SpmdProgram, cluster: Cluster, trips: int) -> 
     found = []
     for buffer in step.results:
         value = program.values[buffer.value]
-        full = value.itemsize_bytes * math.prod(local_shape(value.shape, buffer.layout, mesh))
+        itemsize_bytes = wire_itemsize_bytes(value, cluster.device.platform, extreme=True)
+        full = float(itemsize_bytes * math.prod(local_shape(value.shape, buffer.layout, mesh)))
         seconds = collective_seconds(Collective.ALL_REDUCE, full, axes, mesh, cluster)
         wire = wire_bytes(Collective.ALL_REDUCE, full, mesh.axis_size(*axes))
         origin = f"{step.operator.primitive} at {step.operator.source}"

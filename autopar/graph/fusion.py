@@ -56,6 +56,7 @@ KERNELS_FOLLOWED = 4
 class Fusion:
     """The outcome: ids of materialised values, and for each operator id the operand positions that are real reads.
 
+    A position stands once for each kernel that reads there, so repeatedly where cheap work is repeated in several.
     ``aliases`` maps a materialised value to the one whose buffer it shares; ``roots`` an operator to the operators at
     whose kernels' ends it is computed (itself, when its own result is materialised).
     """
@@ -142,8 +143,7 @@ def _reads(graph: Graph, own: set[int], roots: dict[int, frozenset[int]]) -> dic
             if operand is None or operand not in own or operator.primitive in FREE:
                 continue
             fresh = [(root, operand) for root in roots[operator.id] if (root, operand) not in charged]
-            if fresh:
-                charged.update(fresh)
-                positions.append(position)
+            charged.update(fresh)
+            positions.extend([position] * len(fresh))
         reads[operator.id] = tuple(positions)
     return reads

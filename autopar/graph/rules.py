@@ -236,7 +236,13 @@ def _reduces_by(kind: FactorKind, *, only_bool: bool = False) -> KindRow:
 
 
 def _gather(equation: JaxprEqn, mark: Mark, places: tuple[Place, ...]) -> FactorKind:
-    """A dimension of which one row is looked up by the only component of the index."""
+    """A dimension of which one row is looked up by the only component of the index.
+
+    A lookup leaves a sum over the devices, so rows of Booleans or keys, which cannot be added, are not looked up so.
+    """
+    dtype = _dtype(equation.outvars[0])
+    if dtype == np.dtype(bool) or jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
+        return FactorKind.BLOCKED
     numbers = equation.params["dimension_numbers"]
     operand_dims = [(0, dim) for dim in numbers.start_index_map if dim in numbers.collapsed_slice_dims]
     single = len(numbers.start_index_map) == 1 and list(places) == operand_dims

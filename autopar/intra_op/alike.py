@@ -27,6 +27,7 @@ class ClassEdge:
     target: End
     shape: tuple[int, ...]
     itemsize_bytes: int
+    dtype: str
     combined: bool
 
 
@@ -51,6 +52,7 @@ def merge_alike(problem: Problem, demands: Mapping[int, Hashable]) -> Quotient:
             edge.target.port,
             edge.target.position,
             edge.shape,
+            edge.dtype,
             edge.weight,
         )
         code = hash(tuple(part.value if isinstance(part, Port) else part for part in look))
@@ -81,7 +83,7 @@ def _quotient(problem: Problem, colours: list[int]) -> Quotient:
     for edge in problem.edges:
         source = End(class_of[edge.source.node], edge.source.port, edge.source.position)
         target = End(class_of[edge.target.node], edge.target.port, edge.target.position)
-        edges[ClassEdge(source, target, edge.shape, edge.itemsize_bytes, edge.combined)] += edge.weight
+        edges[ClassEdge(source, target, edge.shape, edge.itemsize_bytes, edge.dtype, edge.combined)] += edge.weight
     return Quotient(members, tuple(class_of), dict(edges))
 
 
@@ -93,6 +95,6 @@ def _first_colour(node: ValueNode | OperatorNode, demand: Hashable) -> Hashable:
     operator = node.operator
     factors = tuple((factor.size, factor.kind.value) for factor in operator.rule.factors)
     kernel = node.kernel
-    shapes = tuple(None if v is None else (v.shape, v.itemsize_bytes) for v in (*kernel.operands, *kernel.results))
+    shapes = tuple(None if v is None else (v.shape, v.dtype) for v in (*kernel.operands, *kernel.results))
     memory = (kernel.reads, kernel.writes, operator.flops, operator.bytes_moved, node.trips, node.may_pass_partial)
     return (operator.primitive, factors, operator.rule.operands, operator.rule.results, shapes, memory, demand)

@@ -12,6 +12,7 @@ replicated work is paid in full), reductions by max and min and those of scalars
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -30,6 +31,7 @@ from autopar.intra_op.alike import ClassEdge, Quotient
 from autopar.intra_op.problem import End, OperatorNode, Port, Problem, ValueNode
 from autopar.plan import Axes, Layout, Strategy
 from autopar.schedule.reshard import layouts_of, local_shape, replicated, shares
+from autopar.schedule.wire import wire_itemsize_bytes
 
 TIE_BREAK_SECONDS_PER_BYTE = 1e-18
 """Of two choices of equal price the one that holds fewer bytes on a device wins."""
@@ -162,14 +164,16 @@ def _immediate_seconds(node: OperatorNode, strategy: Strategy, mesh: Mesh, clust
         if factor.kind in (FactorKind.MAX, FactorKind.MIN)
         for axis in strategy.factors[number]
     )
+    extreme = tuple(name for name in mesh.axis_names if name in extreme)
     total = 0.0
     for k, value in enumerate(node.kernel.results):
         layout = strategy.result(rule, k, mesh)
-        local_bytes = value.itemsize_bytes * float(np.prod(local_shape(value.shape, layout, mesh)))
-        axes = extreme + (layout.partial if k in node.free_results else ())
-        if axes:
-            ordered = tuple(name for name in mesh.axis_names if name in axes)
-            total += collective_seconds(Collective.ALL_REDUCE, local_bytes, ordered, mesh, cluster)
+        elements = math.prod(local_shape(value.shape, layout, mesh))
+        summed = layout.partial if k in node.free_results else ()
+        for axes, is_extreme in ((extreme, True), (summed, False)):
+            if axes:
+                sent_bytes = elements * wire_itemsize_bytes(value, cluster.device.platform, extreme=is_extreme)
+                total += collective_seconds(Collective.ALL_REDUCE, sent_bytes, axes, mesh, cluster)
     return total
 
 
@@ -179,8 +183,8 @@ def _add_edge(
     sources = _layouts_at(problem, quotient, choices, edge.source)
     targets = _layouts_at(problem, quotient, choices, edge.target)
     table = reshard_table(edge.shape, choices.mesh, cluster, combined=edge.combined)
-    array_bytes = float(np.prod(edge.shape)) * edge.itemsize_bytes
-    matrix = table.between(sources, targets, array_bytes) * weight
+    sent_bytes = math.prod(edge.shape) * wire_itemsize_bytes(edge, cluster.device.platform)
+    matrix = table.between(sources, targets, sent_bytes) * weight
     a, b = edge.source.node, edge.target.node
     if a == b:
         choices.node_seconds[a] = choices.node_seconds[a] + np.diagonal(matrix)

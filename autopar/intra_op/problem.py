@@ -4,16 +4,17 @@ A node is either a set of values that must share one layout, or one operator who
 
 *Values.*  Two values share a node when an operator maps both identically, dimension by dimension (elementwise work).
 Inputs of the program or of a loop body, and values that may stay partial, keep nodes of their own, so a parameter can
-lie otherwise than its gradient and its optimizer state: that is where ZeRO comes from.  An input that returns as state
-shares its node with the output (one sharding for both).  A value with several consumers that are not elementwise gets
-a *copy* node between itself and them: one gather serves them all.
+lie otherwise than its gradient and its optimizer state: that is where ZeRO comes from.  A value with several consumers
+that are not elementwise gets a *copy* node between itself and them: one gather serves them all.
 
 *Partial sums.*  A value may stay partial when a chain of linear operators leads from a sum to an addition of two such
 sums (gradients of a tied embedding; the input gradients of the query, key and value projections): reducing after the
 addition halves the bytes.
 
 *Edges* join a node that produces an array with one that needs it; the edge's price is the reshard between the layout
-that the one yields and the layout that the other wants.  The :class:`Port` says how to read a layout off a choice.
+that the one yields and the layout that the other wants.  State that a step returns has an edge to the input that it will be in
+the next step, so it goes back to the layout that it came in, and the reshard at the end of the step has its price.  The
+:class:`Port` says how to read a layout off a choice.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class Edge:
     target: End
     shape: tuple[int, ...]
     itemsize_bytes: int
+    dtype: str
     weight: int
     combined: bool = False
 
@@ -154,7 +156,7 @@ def linear_values(graph: Graph) -> set[int]:
 
 
 def state_problem(graph: Graph, state_pairs: tuple[tuple[int, int], ...]) -> Problem:
-    """Nodes and edges of a program; ``state_pairs`` are (input position, output position) that keep one sharding."""
+    """Nodes and edges of a program; ``state_pairs`` are (input position, output position): what goes out lies as what came in."""
     builder = _ProblemBuilder(graph)
     builder.add_level(graph, trips=1)
     builder.add_outputs(graph, {output: source for source, output in state_pairs})
@@ -244,7 +246,7 @@ class _ProblemBuilder:
                 self.union(tested, carried)
 
     def add_outputs(self, graph: Graph, source_of_output: dict[int, int]) -> None:
-        """State returns to the layout it came in; other outputs must not stay partial."""
+        """State returns to the layout it came in, by an edge that prices that; other outputs must not stay partial."""
         for position, value in enumerate(graph.outputs):
             if value is None:
                 continue
@@ -327,7 +329,7 @@ class _ProblemBuilder:
             if source.node != target.node:
                 array = self._values[value]
                 combined = value in self._gradients
-                edges.append(Edge(source, target, array.shape, array.itemsize_bytes, weight, combined))
+                edges.append(Edge(source, target, array.shape, array.itemsize_bytes, array.dtype, weight, combined))
 
         for value, needs in self._needs.items():
             if value not in node_of_value:

@@ -27,6 +27,7 @@ from autopar.graph.ir import FactorKind, Operator
 from autopar.plan import Axes
 from autopar.runtime.collectives import is_first, piece_start
 from autopar.runtime.local_params import SCATTERS, LocalError, Piece, Site, local_params, scatter_windows, site_of
+from autopar.schedule.wire import ordered_dtype
 
 _MODE = lax.GatherScatterMode
 
@@ -86,22 +87,22 @@ def _reduce_extrema(result: jax.Array, site: Site) -> jax.Array:
             last = kind is FactorKind.MAX
             result = _of_order(reduce(_order(result, nan_is_last=last), axes), result.dtype)
         elif result.dtype == jnp.bool_:
-            result = reduce(result.astype(jnp.int32), axes).astype(jnp.bool_)
+            result = reduce(result.astype(ordered_dtype("bool")), axes).astype(jnp.bool_)
         else:
             result = reduce(result, axes)
     return result
 
 
 def _order(x: jax.Array, *, nan_is_last: bool) -> jax.Array:
-    """Signed integers (of at least 32 bits) in the order of the floats ``x``, every NaN at one end of them.
+    """Signed integers in the order of the floats ``x``, every NaN at one end of them.
 
     An all-reduce of floats may drop a NaN that the operator on one device would keep (XLA:CPU does), and with it a
-    program's own check for overflow; integers have one order everywhere. Not every backend reduces 16-bit ones.
+    program's own check for overflow; integers have one order everywhere.
     """
     limits = jnp.iinfo(f"int{8 * x.dtype.itemsize}")
     order = _flip_negatives(lax.bitcast_convert_type(x, limits.dtype))
     order = jnp.where(jnp.isnan(x), limits.dtype.type(limits.max if nan_is_last else limits.min), order)
-    return order.astype(jnp.promote_types(order.dtype, jnp.int32))
+    return order.astype(ordered_dtype(x.dtype.name))
 
 
 def _of_order(order: jax.Array, dtype: Any) -> jax.Array:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from autopar.cluster import Mesh
@@ -288,11 +289,11 @@ def _alike(dims_of: Callable[[Site], Iterable[int]]) -> Callable[[Site], Iterato
 
 
 def _param(name: str) -> Callable[[Site], Iterator[Place]]:
-    """The dimension, or dimensions, that the parameter ``name`` holds."""
+    """The dimension, or dimensions, that the parameter ``name`` holds, as integers of Python or NumPy."""
 
     def dims_of(site: Site) -> Iterable[int]:
         value = site.params[name]
-        return (value,) if isinstance(value, int) else value
+        return (int(value),) if isinstance(value, Integral) else value
 
     return _alike(dims_of)
 

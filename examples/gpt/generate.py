@@ -1,6 +1,7 @@
 """What does the model write, and how well does it predict text that it has not seen?
 
-Both run the model's own apply function under plain `jax.jit` on one device, with the parameters gathered there.
+Both run the model's own apply function under plain `jax.jit` on the parameters as training leaves them. Where these lie
+in pieces on several devices, XLA partitions the function after them, so no device has to hold the whole model.
 """
 
 from __future__ import annotations
@@ -19,11 +20,6 @@ from examples.gpt.model import cross_entropy
 Apply = Callable[..., jax.Array]  # the apply function of a Flax module
 
 
-def gather(params: Any) -> Any:
-    """The whole parameters on the first device, however they lie now. Only for models that fit there."""
-    return jax.device_put(jax.device_get(params), jax.devices()[0])
-
-
 @partial(jax.jit, static_argnums=0)
 def _loss(apply_fn: Apply, params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
     return cross_entropy(apply_fn({"params": params}, tokens), targets)
@@ -35,7 +31,7 @@ def _next_logits(apply_fn: Apply, params: Any, window: jax.Array, last: jax.Arra
 
 
 def mean_loss(apply_fn: Apply, params: Any, batches: Iterable[NumpyBatch]) -> float:
-    """The mean loss in nats per token over `batches`, which are of one size; `params` as `gather` returns them."""
+    """The mean loss in nats per token over `batches`, which are of one size."""
     return float(np.mean([_loss(apply_fn, params, batch["tokens"], batch["targets"]) for batch in batches]))
 
 

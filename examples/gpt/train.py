@@ -255,15 +255,14 @@ def train(
 def conclude(session: Session, state: model.TrainState, dataset: data.Dataset) -> None:
     """The validation loss and a sample of what the model writes."""
     settings, config = session.settings, session.settings.gpt_config()
-    params = generate.gather(state.params)
     if settings.validation_batches:
         held_out = data.BatchIterator(dataset.validation, settings.batch_size, config.sequence)
         batches = [next(held_out) for _ in range(settings.validation_batches)]
-        loss = generate.mean_loss(state.apply_fn, params, batches)
+        loss = generate.mean_loss(state.apply_fn, state.params, batches)
         session.console.print(f"validation loss {loss:.3f} nats per token", highlight=False)
     if settings.sample_tokens:
         prompt = dataset.encode(PROMPT)
-        tokens = generate.sample(state.apply_fn, params, prompt, config.sequence, settings.sample_tokens)
+        tokens = generate.sample(state.apply_fn, state.params, prompt, config.sequence, settings.sample_tokens)
         session.console.rule("a sample")
         session.console.print(dataset.decode(tokens), markup=False, highlight=False, soft_wrap=True)
         session.console.rule()
