@@ -178,6 +178,12 @@ def _kept_placements(
     meshes = {_sized(wish.mesh) for wish in placed if wish.mesh is not None}
     if not placed:
         return []
+    if not any(entry for wish in placed for entry in wish.entries):
+        notes.append(
+            "The state lies whole on every device already, which asks for nothing: under jax.set_mesh every new array "
+            'lies so. To keep it whole, say constraints={"**": P()} with a pattern for its leaves.'
+        )
+        return []
     if not is_free:
         why = "the method has its own layouts"
     elif len(meshes) > 1:

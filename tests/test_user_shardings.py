@@ -173,6 +173,58 @@ def test_a_constraint_in_a_scan_body_and_in_a_checkpointed_region() -> None:
         runs_as_jit(function, step, make_state(), make_batch())
 
 
+ODD_PLACES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "a state leaf returned as it is": lambda w, x: with_sharding_constraint(w, on("rows")),
+    "a result": lambda w, x: with_sharding_constraint(w - 0.01 * x.T @ (x @ w), on("rows")),
+    "twice": lambda w, x: w - with_sharding_constraint(with_sharding_constraint(w, on("rows")), on("rows")),
+    "a constant": lambda w, x: w - with_sharding_constraint(jnp.ones(w.shape), on("rows")),
+    "booleans": lambda w, x: w * with_sharding_constraint(w > 0, on("rows")),
+    "a while loop": lambda w, x: (
+        w - jax.lax.while_loop(lambda c: c.sum() < 1e3, lambda c: with_sharding_constraint(c + 1, on("rows")), w)
+    ),
+    "a branch": lambda w, x: (
+        w - jax.lax.cond(x.sum() > 0, lambda c: with_sharding_constraint(c, on("rows")), jnp.sin, w)
+    ),
+}
+
+
+@pytest.mark.parametrize("place", ODD_PLACES)
+def test_a_constraint_holds_wherever_it_stands(place: str) -> None:
+    def function(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return ODD_PLACES[place](w, x), jnp.sum(x @ w)
+
+    arguments = jnp.asarray(make_batch()["x"].T), make_batch()["x"]
+    step = parallel(function)
+    assert set(asked_layouts(step, *arguments)) == {Layout((("rows",), ()))}
+    runs_as_jit(function, step, *arguments)
+
+
+def test_reshards_on_explicit_axes_are_constraints() -> None:
+    mesh = jax.make_mesh((2, 4), ("rows", "columns"), axis_types=(AxisType.Explicit,) * 2)
+    function = step_with(lambda h: h)
+
+    def explicit(state: State, batch: State) -> tuple[State, jax.Array]:
+        return function(state, {**batch, "x": jax.sharding.reshard(batch["x"], P("columns"))})
+
+    step = parallel(explicit)
+    with jax.set_mesh(mesh):
+        subject, plan, _ = step.records(make_state(), make_batch())
+        ours = step(make_state(), make_batch())
+    asked = [op.results[0] for op in subject.graph.operators if op.primitive == "reshard" and op.rule.factors]
+    assert plan.stages[0].homes[asked[0]] == Layout((("columns",), ()))
+    same(ours, jax.jit(function)(make_state(), make_batch()))
+
+
+def test_a_mesh_in_scope_of_which_nothing_is_said_does_not_matter() -> None:
+    function = step_with(lambda h: h)
+    step = parallel(function)
+    with jax.set_mesh(mesh_of(("z", 8))):
+        ours = step(make_state(), make_batch())
+    assert step.last is not None
+    assert "z" not in step.last.plan.mesh.axis_names
+    same(ours, jax.jit(function)(make_state(), make_batch()))
+
+
 def test_shardings_of_an_inner_jit_are_constraints() -> None:
     inner = jax.jit(lambda h: h * 2, in_shardings=on("rows"), out_shardings=on(None, "columns"))
     step = parallel(step_with(inner))
@@ -372,6 +424,26 @@ def test_names_of_ones_own_name_the_axes_of_the_mesh() -> None:
     assert kernels_of(plan) == [Layout((("fsdp",), ("tp",)))] * 3
 
 
+@pytest.mark.parametrize(
+    ("count", "names", "meshes"),
+    [
+        (1, ("data", "model"), {"data=1"}),
+        (2, ("data", "model"), {"data=2", "model=2"}),
+        (2, ("fsdp", "tp"), {"fsdp=2", "tp=2"}),
+        (8, ("tp", None), {"tp=8"}),
+        (8, ("model", None), {"data=2 × model=4", "data=4 × model=2"}),
+        (16, ("data", "model"), {"data=2 × model=8", "data=4 × model=4", "data=8 × model=2"}),
+    ],
+    ids=str,
+)
+def test_names_alone_on_any_number_of_devices(count: int, names: Any, meshes: set[str]) -> None:
+    cluster = eight_slow_devices().replace(devices_per_host=count)
+    plan = parallel(boxed_step, cluster=cluster).plan(boxed_state(Boxed(names)), make_batch())
+    assert str(plan.mesh) in meshes
+    cut = {axis for axis in names if axis in plan.mesh.axis_names}
+    assert {layout.axes for layout in kernels_of(plan)} == {frozenset(cut)}
+
+
 def test_names_under_a_mesh_in_scope_mean_its_axes() -> None:
     state = boxed_state(Boxed((None, "columns")))
     expected = jax.jit(boxed_step)(state, make_batch())
@@ -486,6 +558,17 @@ def test_a_batch_that_lies_somewhere_demands_nothing() -> None:
     subject, plan, _ = step.records(make_state(), batch)
     assert not subject.wishes.wishes
     assert "rows" not in plan.mesh.axis_names
+
+
+def test_state_that_is_whole_everywhere_demands_nothing_and_a_note_says_how_to_keep_it() -> None:
+    """Under ``jax.set_mesh`` every new array is put on the whole mesh, wanted or not."""
+    step = parallel(step_with(lambda h: h))
+    explanation = autopar.explain(step, placed_state(), make_batch())
+    assert any("asks for nothing" in note and 'constraints={"**": P()}' in note for note in explanation.notes)
+    assert "rows" not in explanation.mesh.axis_names
+    both = {"enter": placed_state("rows")["enter"], "leave": placed_state()["leave"]}
+    plan = parallel(step_with(lambda h: h)).plan(both, make_batch())
+    assert plan.in_layouts[:2] == (Layout((("rows",), ())), Layout(((), ())))
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ def _box_kinds() -> tuple[type, ...]:
 def _of_box(box: Any, path: str, notes: list[str]) -> LeafWish | None:
     spmd = sys.modules["flax.core.spmd"]
     scope = tuple(spmd.get_logical_axis_rules())
-    if hasattr(box, "names"):
+    if isinstance(box, sys.modules["flax.core.meta"].Partitioned):
         mesh = axes_of_mesh(box.mesh)
         if not hasattr(box, "rules"):
             return LeafWish(entries_of(box.names), mesh)
