@@ -8,6 +8,7 @@ flat trees instead of two counts.  Nothing of ours is imported here.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sysconfig
@@ -18,6 +19,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 from jax._src import mesh as jax_mesh
+from jax._src import source_info_util
 from jax.interpreters import partial_eval
 
 Var = jex.Var
@@ -235,6 +237,20 @@ def has_user_frame(traceback: Any) -> bool:
 def name_stack_text(equation: Any) -> str:
     """The names stack as JAX prints it, for example ``transpose(jvp(GPT))/layer1/Dense_0``."""
     return str(equation.source_info.name_stack)
+
+
+def as_written(equation: Any) -> contextlib.AbstractContextManager[Any]:
+    """What is traced inside has the source line and name stack of ``equation``."""
+    info = equation.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    return source_info_util.user_context(info.traceback, name_stack=stack)
+
+
+def evaluate(equation: Any, operands: Sequence[Any]) -> list[Any]:
+    """Results of an equation as it is written, while tracing."""
+    with as_written(equation):
+        results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
+    return list(results) if equation.primitive.multiple_results else [results]
 
 
 # ------------------------------------------------------------------------------------------------ avals, dtypes

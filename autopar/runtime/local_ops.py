@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -25,26 +26,40 @@ from jax.extend.random import threefry2x32_p
 from autopar.cluster import Mesh
 from autopar.graph.ir import FactorKind, Operator
 from autopar.plan import Axes
-from autopar.runtime.collectives import is_first, piece_start
-from autopar.runtime.local_params import SCATTERS, LocalError, Piece, Site, local_params, scatter_windows, site_of
+from autopar.runtime.local_params import (
+    SCATTERS,
+    Index,
+    LocalError,
+    Piece,
+    Site,
+    local_params,
+    scatter_windows,
+    site_of,
+)
 from autopar.schedule.wire import ordered_dtype
 
 _MODE = lax.GatherScatterMode
 
 
 def run_local(
-    operator: Operator, equation: Any, operands: list[jax.Array], strategy: tuple[Axes, ...], mesh: Mesh
+    operator: Operator,
+    equation: Any,
+    operands: list[jax.Array],
+    strategy: tuple[Axes, ...],
+    mesh: Mesh,
+    index: Index = lax.axis_index,
 ) -> list[jax.Array]:
     """Local shards of the results of ``equation``, given local ``operands`` (a literal is a scalar array).
 
-    Called while tracing inside a ``jax.shard_map`` that is manual over all axes of ``mesh``.  ``strategy`` has one
+    Called while tracing inside a ``jax.shard_map`` that is manual over all axes of ``mesh``, or with another ``index``
+    where the pieces are not those of devices (then nothing may be reduced by max or min).  ``strategy`` has one
     tuple of axes per factor of ``operator.rule``; results are partial sums over the axes of SUM and LOOKUP factors.
     ``equation`` is the operator's own or one with equal shapes; it must hold no inner program but a reducer's.
 
     Raises :class:`LocalError` if the strategy cannot be executed (:func:`check_local` says so without running), or if
     the shards do not have the shapes that the strategy implies.
     """
-    site = site_of(equation, operator.rule, strategy, mesh)
+    site = replace(site_of(equation, operator.rule, strategy, mesh), index=index)
     _check_shapes("operand", site, operands, site.operands)
     run = _RUN.get(site.primitive, _bind)
     results = [_reduce_extrema(result, site) for result in run(equation, site, operands)]
@@ -130,7 +145,7 @@ def _iota(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.Arra
         return _bind(equation, site, operands, shape=result.local_shape)
     # Counted in integers and converted at the end: in bfloat16, start + position would be rounded twice.
     count = lax.broadcasted_iota(jnp.int32, result.local_shape, dim)
-    count = count + piece_start(result.layout.dims[dim], result.local_shape[dim])
+    count = count + site.start(result, dim)
     return [lax.convert_element_type(count, site.params["dtype"])]
 
 
@@ -147,7 +162,7 @@ def _random_bits(equation: Any, site: Site, operands: list[jax.Array]) -> list[j
     numbered = jax.random.key_impl(keys) == "threefry2x32" and jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
     if not cut or not numbered:
         return _slice_whole(equation, site, operands)
-    starts = [_start(piece, dim) for dim in range(batch, len(piece.shape))]
+    starts = [_start(site, piece, dim) for dim in range(batch, len(piece.shape))]
     high, low = positions(shape, piece.local_shape[batch:], starts)
     words = jax.random.key_data(keys)
     key_shape = (*keys.shape, *(1,) * len(shape)) if keys.shape else ()
@@ -190,8 +205,8 @@ def _high_word(index: jax.Array, stride: int) -> jax.Array:
     return high * stride_high + carried + index * np.uint32(stride >> 32 & 0xFFFFFFFF)
 
 
-def _start(piece: Piece, dim: int) -> jax.Array | int:
-    return piece_start(piece.layout.dims[dim], piece.local_shape[dim]) if piece.is_cut(dim) else 0
+def _start(site: Site, piece: Piece, dim: int) -> jax.Array | int:
+    return site.start(piece, dim) if piece.is_cut(dim) else 0
 
 
 def _slice_whole(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.Array]:
@@ -201,7 +216,7 @@ def _slice_whole(equation: Any, site: Site, operands: list[jax.Array]) -> list[j
         part = whole
         for dim, extent in enumerate(piece.local_shape):
             if part.shape[dim] != extent:
-                part = lax.dynamic_slice_in_dim(part, _start(piece, dim), extent, dim)
+                part = lax.dynamic_slice_in_dim(part, _start(site, piece, dim), extent, dim)
         pieces.append(part)
     return pieces
 
@@ -249,7 +264,7 @@ def _gather(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.Ar
         index = index.astype(jnp.int32 if max(piece.shape) < 2**31 else jnp.int64)  # as JAX does before it fills
         if piece.kinds[dim] is FactorKind.LOOKUP:
             outside |= (index < 0) | (index > last)
-            index = index - piece_start(piece.layout.dims[dim], piece.local_shape[dim]).astype(index.dtype)
+            index = index - site.start(piece, dim).astype(index.dtype)
             held &= (index >= 0) & (index < piece.local_shape[dim])
             index = _clamp_index(index, piece.local_shape[dim] - 1)
         columns.append(index)
@@ -263,7 +278,7 @@ def _gather(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.Ar
     absent = jnp.zeros_like(rows)
     if params["mode"] == _MODE.FILL_OR_DROP:
         fill = jnp.full_like(rows, params["fill_value"])
-        absent = jnp.where(over_rows(outside & is_first(lookup_axes)), fill, absent)
+        absent = jnp.where(over_rows(outside & site.is_first(lookup_axes)), fill, absent)
     return [jnp.where(over_rows(held), rows, absent)]
 
 
@@ -272,7 +287,7 @@ def _scatter(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.A
     operand, indices, updates = operands
     piece, params = site.operands[0], site.params
     if site.results[0].layout.partial:
-        operand = jnp.where(is_first(site.results[0].layout.partial), operand, jnp.zeros_like(operand))
+        operand = jnp.where(site.is_first(site.results[0].layout.partial), operand, jnp.zeros_like(operand))
     if not site.reduced[FactorKind.SCATTER]:
         return _bind(equation, site, [operand, indices, updates])
     windows = scatter_windows(site)
@@ -283,7 +298,7 @@ def _scatter(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.A
             index = _clamp_index(index, piece.shape[dim] - windows[dim])
         index = _signed(index)
         if piece.kinds[dim] is FactorKind.SCATTER:
-            index = index - piece_start(piece.layout.dims[dim], piece.local_shape[dim]).astype(index.dtype)
+            index = index - site.start(piece, dim).astype(index.dtype)
         columns.append(index)
     local_indices = lax.concatenate(columns, indices.ndim - 1)
     changed = {"mode": _MODE.FILL_OR_DROP, "indices_are_sorted": False}

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+from jax import lax
+
 from autopar.cluster import Mesh
 from autopar.errors import PlanError
 from autopar.graph.ir import FactorKind, Rule
@@ -42,9 +44,16 @@ class Piece:
         return self.kinds[dim] is not None
 
 
+Index = Callable[[Axes], Any]
+"""Which piece this is along axes that act as one of the product size: a scalar int32."""
+
+
 @dataclass(frozen=True)
 class Site:
-    """One equation and everything its strategy says about it. ``reduced`` are the axes of each kind that is reduced."""
+    """One equation and everything its strategy says about it.
+
+    ``reduced`` are the axes of each kind that is reduced, ``index`` tells which piece is computed.
+    """
 
     primitive: str
     params: dict[str, Any]
@@ -52,6 +61,15 @@ class Site:
     operands: tuple[Piece, ...]
     results: tuple[Piece, ...]
     reduced: dict[FactorKind, Axes]
+    index: Index = lax.axis_index
+
+    def start(self, piece: Piece, dim: int) -> Any:
+        """Where the piece begins in a cut dimension (int32)."""
+        return self.index(piece.layout.dims[dim]) * piece.local_shape[dim]
+
+    def is_first(self, axes: Axes) -> Any:
+        """Whether this is the first piece along ``axes`` (a scalar Boolean)."""
+        return self.index(axes) == 0
 
 
 Place = tuple[Piece, int]

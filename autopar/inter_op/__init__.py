@@ -1,0 +1,1 @@
+"""How to cut the batch, the model and the cluster."""

@@ -1,0 +1,283 @@
+"""The same step with its batch cut into microbatches that run one after the other.
+
+With the forms of :mod:`autopar.inter_op.examples`, a step is rewritten into
+
+    before    what couples the examples but follows from the batch alone, on the whole batch
+    loop      j = 0 … N−1:   pieces and summands of microbatch j;   Aᵥ ← Aᵥ + vⱼ for every sum v that is needed later
+    after     the rest, on the accumulated sums: Aᵥ = v
+
+which computes the same numbers (up to the order of the additions): shapes that hold the batch size are those of a
+microbatch, constants (the 1/N of a mean) stay what they are, random numbers are those of the whole batch's draw.  The loop is
+an ordinary ``scan``, so the planner prices and shards it like any other; accumulators may stay partial on devices.
+
+Batch leaves enter as (N, B/N, …): microbatch j is row j, and a device holds its share of every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopar import _compat
+from autopar.graph.build import LoopKind
+from autopar.graph.inline import inline
+from autopar.graph.ir import Operator
+from autopar.graph.tracing import TracedProgram
+from autopar.inter_op.examples import Examples, Level, cut_dim
+from autopar.plan import Axes
+from autopar.runtime.local_ops import run_local
+
+WIDE_ACCUMULATOR = jnp.float32
+"""Sums of floats narrower than this are accumulated in it, as a matrix product accumulates inside."""
+
+
+def accumulated(program: TracedProgram, examples: Examples, batch: Sequence[int]) -> TracedProgram:
+    """The program that runs microbatch by microbatch; ``batch`` are the input positions of batch leaves.
+
+    Its batch inputs have shape (N, B/N, …), all else is as in ``program``.
+    """
+    count = examples.mesh.size
+    avals = list(program.in_avals)
+    for position in batch:
+        avals[position] = _folded(avals[position], count)
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=_compat.is_weak(aval)) for aval in avals]
+    flat = inline(jax.make_jaxpr(_Rewriting(examples, frozenset(batch)).step)(*shapes))
+    assert not _compat.consts_of(flat)  # constants of the first trace are inputs, and the rewriting makes none
+    return replace(program, jaxpr=flat, in_avals=tuple(avals))
+
+
+def folded_shape(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """(B, …) as (N, B/N, …)."""
+    return (count, shape[0] // count, *shape[1:])
+
+
+def _folded(aval: Any, count: int) -> Any:
+    return _compat.aval_of(jax.ShapeDtypeStruct(folded_shape(aval.shape, count), aval.dtype))
+
+
+@dataclass(frozen=True)
+class _Microbatch:
+    """One microbatch (``number`` is a traced scalar) at one level of the program."""
+
+    number: Any
+    level: Level
+
+
+_Operand = Callable[[int, int | None], Any]
+"""(value, dimension along which its part is wanted, if it is a whole value) → array."""
+
+
+class _Rewriting:
+    """Owns what does not change while the step is traced anew."""
+
+    def __init__(self, examples: Examples, batch: frozenset[int]) -> None:
+        self._examples = examples
+        self._batch = batch
+
+    def step(self, *arguments: Any) -> list[Any]:
+        level = self._examples.level
+        graph = level.graph
+        whole: dict[int, Any] = {}
+        rows: dict[int, Any] = {}
+        for position, (value, argument) in enumerate(zip(graph.inputs, arguments, strict=True)):
+            (rows if position in self._batch else whole)[value] = argument
+        whole.update(zip(graph.constants, _compat.consts_of(graph.jaxpr), strict=True))
+        parts = _Parts(level, self._examples.before)
+        batch_whole = {value: row.reshape(-1, *row.shape[2:]) for value, row in rows.items()}
+        self._run_whole(parts.before, {**batch_whole, **whole}, whole)
+        sums, stacked = self._loop(parts, whole, rows)
+        for value in parts.sums:
+            whole[value] = sums[value]
+        for value in parts.stacked:
+            whole[value] = _unstacked(stacked[value], cut_dim(level.forms[value]) or 0)
+        whole.update(batch_whole)
+        self._run_whole(parts.after, whole, whole)
+        atoms = _compat.jaxpr_of(graph.jaxpr).outvars
+        return [
+            jnp.asarray(atom.val, atom.aval.dtype) if value is None else whole[value]
+            for value, atom in zip(graph.outputs, atoms, strict=True)
+        ]
+
+    def _run_whole(self, operators: Sequence[Operator], known: Mapping[int, Any], into: dict[int, Any]) -> None:
+        seen = dict(known)
+        for operator in operators:
+            results = _compat.evaluate(operator.equation, _operands(operator, seen.__getitem__))
+            seen.update(zip(operator.results, results, strict=True))
+            into.update(zip(operator.results, results, strict=True))
+
+    def _loop(self, parts: _Parts, whole: Mapping[int, Any], rows: Mapping[int, Any]) -> tuple[Any, Any]:
+        level = self._examples.level
+        values = level.graph.values
+
+        def one(
+            accumulators: dict[int, Any], given: tuple[Any, dict[int, Any]]
+        ) -> tuple[dict[int, Any], dict[int, Any]]:
+            number, row = given
+            found = self._pieces(_Microbatch(number, level), parts.inside, {**whole, **row})
+            added = {
+                value: accumulators[value] + found[value].astype(accumulators[value].dtype) for value in parts.sums
+            }
+            return added, {value: found[value] for value in parts.stacked}
+
+        start = {value: jnp.zeros(values[value].shape, _accumulator_dtype(values[value].dtype)) for value in parts.sums}
+        length = self._examples.mesh.size
+        sums, stacked = lax.scan(one, start, (jnp.arange(length, dtype=jnp.int32), dict(rows)))
+        return {value: total.astype(values[value].dtype) for value, total in sums.items()}, stacked
+
+    def _pieces(
+        self, one: _Microbatch, operators: Sequence[Operator | tuple[int, int]], known: dict[int, Any]
+    ) -> dict[int, Any]:
+        """What a microbatch makes of a level: ``known`` holds values in their forms, grows, and is returned."""
+        mesh, level = self._examples.mesh, one.level
+        part: dict[tuple[int, int], Any] = {}
+
+        def operand(value: int, dim: int | None) -> Any:
+            if dim is None or not level.is_whole(value):
+                return known[value]
+            if (value, dim) not in part:
+                extent = known[value].shape[dim] // mesh.size
+                part[value, dim] = lax.dynamic_slice_in_dim(known[value], one.number * extent, extent, dim)
+            return part[value, dim]
+
+        for todo in operators:
+            if isinstance(todo, tuple):
+                operator, strategy = level.regrown[todo]
+                with _compat.as_written(operator.equation):
+                    part[todo] = self._run(one, operator, strategy, operand)[operator.results.index(todo[0])]
+                continue
+            with _compat.as_written(todo.equation):
+                if todo.bodies:
+                    results = self._run_loop(one, todo, operand)
+                elif level.strategies.get(todo.id):
+                    results = self._run(one, todo, level.strategies[todo.id], operand)
+                else:
+                    results = _compat.evaluate(todo.equation, _operands(todo, known.__getitem__))
+            known.update(zip(todo.results, results, strict=True))
+        return known
+
+    def _run(self, one: _Microbatch, operator: Operator, strategy: tuple[Axes, ...], operand: _Operand) -> list[Any]:
+        carried = {number for number, axes in enumerate(strategy) if axes}
+        arrays = []
+        for value, dims, atom in zip(operator.operands, operator.rule.operands, operator.equation.invars, strict=True):
+            if value is None:
+                arrays.append(jnp.asarray(atom.val, atom.aval.dtype))
+                continue
+            dim = next((d for d, factors in enumerate(dims) if carried.intersection(factors)), None)
+            arrays.append(operand(value, dim))
+        return run_local(
+            operator, operator.equation, arrays, strategy, self._examples.mesh, index=lambda axes: one.number
+        )
+
+    # --- loops ---
+
+    def _run_loop(self, one: _Microbatch, operator: Operator, operand: _Operand) -> list[Any]:
+        inner = one.level.bodies.get(operator.id)
+        if inner is None:
+            return _compat.evaluate(operator.equation, _operands(operator, lambda value: operand(value, None)))
+        params = operator.equation.params
+        if operator.primitive == LoopKind.COND:
+            arrays = _operands(operator, lambda value: operand(value, None))
+            branches = [self._callable(_Microbatch(one.number, body)) for body in inner]
+            return list(lax.switch(arrays[0], branches, *arrays[1:]))
+        consts, carries = _compat.scan_arity(params)
+        (body,) = inner
+        stacked = [0] * (consts + carries) + [1] * (len(operator.operands) - consts - carries)
+        arrays = []
+        for value, inside, shift, atom in zip(
+            operator.operands, body.graph.inputs, stacked, operator.equation.invars, strict=True
+        ):
+            if value is None:
+                arrays.append(jnp.asarray(atom.val, atom.aval.dtype))
+                continue
+            dim = cut_dim(body.forms[inside])
+            arrays.append(operand(value, None if dim is None else dim + shift))
+        run = self._callable(_Microbatch(one.number, body))
+        fixed = arrays[:consts]
+
+        def trip(carry: list[Any], pieces: list[Any]) -> tuple[list[Any], list[Any]]:
+            out = run(*fixed, *carry, *pieces)
+            return out[:carries], out[carries:]
+
+        carry, made = lax.scan(
+            trip,
+            arrays[consts : consts + carries],
+            arrays[consts + carries :],
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        return [*carry, *made]
+
+    def _callable(self, one: _Microbatch) -> Callable[..., list[Any]]:
+        level, graph = one.level, one.level.graph
+        constants = dict(zip(graph.constants, _compat.consts_of(graph.jaxpr), strict=True))
+        todo = _with_regrown(level, graph.operators)
+
+        def run(*arguments: Any) -> list[Any]:
+            found = self._pieces(one, todo, {**constants, **dict(zip(graph.inputs, arguments, strict=True))})
+            return _operands_of(graph.outputs, _compat.jaxpr_of(graph.jaxpr).outvars, found.__getitem__)
+
+        return run
+
+
+class _Parts:
+    """Which operators of the top level run before the loop, in it, and after it, and what passes between them."""
+
+    def __init__(self, level: Level, early: frozenset[int]) -> None:
+        graph = level.graph
+        inside = [o for o in graph.operators if o.id in level.strategies and o.id not in early]
+        self.inside = _with_regrown(level, inside)
+        running = {operator.id for operator in inside}
+        whole = [o for o in graph.operators if o.id not in running and all(r in level.forms for r in o.results)]
+        late = [o for o in graph.operators if any(r not in level.forms for r in o.results)]
+        read_inside = {v for o in inside for v in o.operands if v is not None and level.is_whole(v)}
+        read_inside |= {v for o, _ in level.regrown.values() for v in o.operands if v is not None}
+        needed = set(read_inside)
+        before = []
+        for operator in reversed(whole):
+            if operator.id in early or not needed.isdisjoint(operator.results):
+                before.append(operator)
+                needed.update(v for v in operator.operands if v is not None)
+        self.before = before[::-1]
+        done = {operator.id for operator in self.before} | running
+        self.after = [operator for operator in graph.operators if operator.id not in done]
+        read_after = {v for o in (*self.after, *late) for v in o.operands if v is not None}
+        read_after |= {v for v in graph.outputs if v is not None}
+        made_inside = [r for o in inside for r in o.results if r in read_after]
+        self.sums = [v for v in made_inside if level.forms[v].partial]
+        self.stacked = [v for v in made_inside if cut_dim(level.forms[v]) is not None]
+
+
+def _with_regrown(level: Level, operators: Sequence[Operator]) -> list[Operator | tuple[int, int]]:
+    """Operators with, where they stand in the program, the parts of whole values that are computed in part."""
+    order = {operator.id: number for number, operator in enumerate(level.graph.operators)}
+    keyed: list[tuple[float, Operator | tuple[int, int]]] = [(float(order[o.id]), o) for o in operators]
+    keyed += [(order[operator.id] - 0.5, key) for key, (operator, _) in level.regrown.items()]
+    return [todo for _, todo in sorted(keyed, key=lambda pair: pair[0])]
+
+
+def _operands(operator: Operator, known: Callable[[int], Any]) -> list[Any]:
+    return _operands_of(operator.operands, operator.equation.invars, known)
+
+
+def _operands_of(values: Sequence[int | None], atoms: Sequence[Any], known: Callable[[int], Any]) -> list[Any]:
+    return [
+        jnp.asarray(atom.val, atom.aval.dtype) if value is None else known(value)
+        for value, atom in zip(values, atoms, strict=True)
+    ]
+
+
+def _accumulator_dtype(dtype: str) -> Any:
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < jnp.dtype(WIDE_ACCUMULATOR).itemsize
+    return WIDE_ACCUMULATOR if narrow else jnp.dtype(dtype)
+
+
+def _unstacked(stacked: Any, dim: int) -> Any:
+    """(N, …, B/N, …) with the examples at ``dim`` + 1 as (…, B, …)."""
+    moved = jnp.moveaxis(stacked, 0, dim)
+    return moved.reshape(*moved.shape[:dim], -1, *moved.shape[dim + 2 :])

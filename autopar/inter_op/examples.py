@@ -1,0 +1,412 @@
+"""Which values of a step carry independent examples, which are sums over them, and what couples the batch.
+
+Let the batch be cut into N *microbatches* of consecutive examples.  A value v of the step then has one of the forms
+
+    whole      v does not depend on the microbatch
+    cut at d   v is the concatenation along dimension d of pieces, piece j made of microbatch j and whole values only
+    sum        v = Σⱼ vⱼ, with vⱼ made of microbatch j and whole values only
+
+or none of them, and is then made *after* all microbatches.  This is the language of layouts on a mesh whose only axis is
+time: cutting a factor of kind PARALLEL leaves pieces and one of kind SUM leaves summands, whether the pieces are
+computed side by side or one after the other.  So forms follow from the operators' rules; a factor that the rule blocks
+(a permutation, a window, a sort along the batch) ends them, as does a reduction that is no sum.
+
+An operator that needs, for each piece, what is known after all microbatches only *couples* the examples.  If that value
+follows from the batch alone (the weight total of a masked mean), it and what it is made of are computed once *before*, on
+the whole batch.  Else the operator runs after all microbatches as well; where much of the step would, the batch cannot be
+cut, and the operator is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autopar import _compat
+from autopar.cluster import Mesh
+from autopar.errors import PlanError
+from autopar.graph.build import LoopKind
+from autopar.graph.ir import FactorKind, Graph, Operator, Phase, Value
+from autopar.plan import Axes, Layout
+from autopar.runtime.local_params import LocalError, site_of
+from autopar.schedule.reshard import replicated
+
+AXIS = "microbatch"
+
+LEAVES_PIECES = frozenset((FactorKind.PARALLEL, FactorKind.SUM))
+
+MOST_LATE_SHARE = 0.01
+"""So much of the forward and backward pass, in FLOPs, may be left for after the microbatches."""
+
+
+class CoupledBatchError(PlanError):
+    """The examples of a batch depend on each other; ``operator`` is where."""
+
+    def __init__(self, operator: Operator, why: str) -> None:
+        self.operator = operator
+        super().__init__(f"the batch cannot be cut into microbatches: {operator.primitive} at {operator.source} {why}")
+
+
+@dataclass
+class Level:
+    """The forms of one level of a program.
+
+    ``forms`` are layouts over the axis ``AXIS`` (a value of no form is missing); ``strategies`` are those of the
+    operators that run per microbatch; ``bodies`` are the levels of their loops.  ``pieces`` are whole values, by (value,
+    dimension), of which a microbatch wants its part only; those in ``regrown`` are computed in part (operator →
+    strategy), the others are sliced.
+    """
+
+    graph: Graph
+    forms: dict[int, Layout] = field(default_factory=dict)
+    strategies: dict[int, tuple[Axes, ...]] = field(default_factory=dict)
+    bodies: dict[int, tuple[Level, ...]] = field(default_factory=dict)
+    pieces: set[tuple[int, int]] = field(default_factory=set)
+    regrown: dict[tuple[int, int], tuple[Operator, tuple[Axes, ...]]] = field(default_factory=dict)
+
+    def is_whole(self, value: int) -> bool:
+        """Whether a value does not depend on the microbatch."""
+        form = self.forms.get(value)
+        return form is not None and not form.axes
+
+
+@dataclass(frozen=True)
+class Examples:
+    """The forms of a whole step: its top level, and the operators that run once before all microbatches."""
+
+    level: Level
+    before: frozenset[int]
+    mesh: Mesh
+
+
+def examples_of(graph: Graph, batch: Sequence[int], fixed: Iterable[int], count: int) -> Examples:
+    """The forms of a step's values when its batch is cut into ``count`` microbatches.
+
+    ``batch`` are the input positions of batch leaves (examples along dimension 0), ``fixed`` those of inputs on which
+    nothing may depend that is computed before the microbatches (the state).  Raises :class:`CoupledBatchError`.
+    """
+    mesh = Mesh((AXIS,), (count,))
+    makers = {result: operator for operator in graph.operators for result in operator.results}
+    held = {graph.inputs[position] for position in fixed}
+    before: set[int] = set()
+    while True:
+        level = Level(graph)
+        for position, value in enumerate(graph.inputs):
+            rank = len(graph.values[value].shape)
+            level.forms[value] = _cut(rank, 0) if position in set(batch) else replicated(rank)
+        reader = _Reader(level, mesh, frozenset(before))
+        couplings = reader.read()
+        cones = [_cone(late, makers) for _, late in couplings]
+        early = {
+            operator
+            for cone in cones
+            if not any(value in held and graph.values[value].shape for value in cone.values)
+            for operator in cone.operators
+        }
+        if early <= before:
+            break
+        before |= early
+    _check_worth(level, couplings, makers)
+    reader.grow_pieces()
+    return Examples(level, frozenset(before), mesh)
+
+
+def _check_worth(level: Level, couplings: Sequence[tuple[Operator, int]], makers: Mapping[int, Operator]) -> None:
+    """Refuse a cut that leaves much of the forward and backward pass for after the microbatches."""
+    graph = level.graph
+    passes = [operator for operator in graph.operators if operator.phase is not Phase.UPDATE]
+    late = [operator for operator in passes if any(result not in level.forms for result in operator.results)]
+    if sum(map(_all_flops, late)) <= MOST_LATE_SHARE * sum(map(_all_flops, passes)):
+        return
+    if couplings:
+        operator, value = couplings[0]
+        raise CoupledBatchError(
+            operator, f"needs, for each example, {_named(graph, value, makers)}, which depends on all examples"
+        )
+    raise CoupledBatchError(late[0], "mixes the examples")
+
+
+def _all_flops(operator: Operator) -> float:
+    inner = sum(one.flops * trips for body in operator.bodies for one, trips in body.all_operators())
+    return operator.flops + inner
+
+
+def _named(graph: Graph, value: int, makers: Mapping[int, Operator]) -> str:
+    array = graph.values[value]
+    maker = makers.get(value)
+    place = "" if maker is None else f" of {maker.primitive} at {maker.source}"
+    return f"the result {array.dtype}[{','.join(map(str, array.shape))}]{place}"
+
+
+@dataclass(frozen=True)
+class _Cone:
+    operators: frozenset[int]
+    values: frozenset[int]
+
+
+def _cone(value: int, makers: Mapping[int, Operator]) -> _Cone:
+    """All that a value is made of."""
+    operators, values = set(), set()
+    stack = [value]
+    while stack:
+        one = stack.pop()
+        if one in values:
+            continue
+        values.add(one)
+        if (maker := makers.get(one)) is not None:
+            operators.add(maker.id)
+            stack.extend(operand for operand in maker.operands if operand is not None)
+    return _Cone(frozenset(operators), frozenset(values))
+
+
+def _cut(rank: int, dim: int) -> Layout:
+    return Layout(tuple((AXIS,) if d == dim else () for d in range(rank)))
+
+
+def cut_dim(form: Layout) -> int | None:
+    """The dimension along which the examples lie, if the form is cut."""
+    return next((dim for dim, axes in enumerate(form.dims) if axes), None)
+
+
+def _sum(rank: int) -> Layout:
+    return Layout(((),) * rank, (AXIS,))
+
+
+class _Reader:
+    """Reads the forms of one level, operator by operator."""
+
+    def __init__(self, level: Level, mesh: Mesh, before: frozenset[int], zeros: frozenset[int] = frozenset()) -> None:
+        self._level = level
+        self._values: Mapping[int, Value] = level.graph.values
+        self._mesh = mesh
+        self._before = before
+        self._zeros = set(zeros)
+        for value in level.graph.constants:
+            level.forms[value] = replicated(len(self._values[value].shape))
+
+    def read(self) -> list[tuple[Operator, int]]:
+        """Give every value its form, if it has one.
+
+        Returns the operators that need, piece by piece, a value that is known after all microbatches only, with it.
+        """
+        level = self._level
+        couplings = []
+        for operator in level.graph.operators:
+            if operator.id in self._before:
+                self._give(operator, [replicated(len(self._values[r].shape)) for r in operator.results])
+                continue
+            known = [None if value is None else level.forms.get(value) for value in operator.operands]
+            late, sums, cut = [], [], False
+            for value, form in zip(operator.operands, known, strict=True):
+                if value is not None and form is None:
+                    late.append(value)
+                elif value is not None and form is not None:
+                    cut |= cut_dim(form) is not None
+                    sums += [value] if form.partial else []
+            if cut and (late or sums) and not _is_each_its_own(operator):
+                couplings.append((operator, (late or sums)[0]))
+                continue
+            if late:
+                continue
+            self._note_zeros(operator)
+            if operator.bodies:
+                forms = self._loop(operator, known)
+            elif not any(form is not None and form.axes for form in known):
+                forms = [replicated(len(self._values[r].shape)) for r in operator.results]
+            else:
+                forms = self._plain(operator, known)
+            if forms is not None:
+                self._give(operator, forms)
+        return couplings
+
+    def _give(self, operator: Operator, forms: Sequence[Layout]) -> None:
+        self._level.forms.update(zip(operator.results, forms, strict=True))
+
+    def _note_zeros(self, operator: Operator) -> None:
+        """Zeros are a sum of nothing: what accumulates from them may be a sum."""
+        if operator.primitive not in ("broadcast_in_dim", "convert_element_type", "reshape", "copy"):
+            return
+        (atom, *_), (operand, *_) = operator.equation.invars, operator.operands
+        if operand in self._zeros or (operand is None and _is_zero_literal(atom)):
+            self._zeros.update(operator.results)
+
+    # --- operators ---
+
+    def _plain(self, operator: Operator, known: Sequence[Layout | None]) -> list[Layout] | None:
+        if _is_each_its_own(operator):
+            self._level.strategies[operator.id] = ()
+            return [known[k] or replicated(len(self._values[r].shape)) for k, r in enumerate(operator.results)]
+        sums = [form is not None and bool(form.partial) for form in known]
+        ranked = [operand is not None for operand in operator.operands]
+        if any(sums):
+            if not operator.linear or sums != ranked:
+                return None
+            self._level.strategies[operator.id] = ((),) * len(operator.rule.factors)
+            return [_sum(len(self._values[r].shape)) for r in operator.results]
+        factors = self._cut_factors(operator, known)
+        return None if factors is None else self._follow(operator, factors)
+
+    def _cut_factors(self, operator: Operator, known: Sequence[Layout | None]) -> set[int] | None:
+        """Factors that carry the examples; None where some cut dimension is carried by no factor that may be cut."""
+        rule = operator.rule
+        found: set[int] = set()
+        for form, dims in zip(known, rule.operands, strict=True):
+            dim = None if form is None else cut_dim(form)
+            if dim is None:
+                continue
+            major = next((f for f in dims[dim] if rule.factors[f].size > 1), None)
+            if major is None or not rule.known or rule.factors[major].kind not in LEAVES_PIECES:
+                return None
+            found.add(major)
+        return found
+
+    def _follow(self, operator: Operator, factors: set[int]) -> list[Layout] | None:
+        strategy = tuple((AXIS,) if f in factors else () for f in range(len(operator.rule.factors)))
+        try:
+            site = site_of(operator.equation, operator.rule, strategy, self._mesh)
+        except LocalError:
+            return None
+        level = self._level
+        for value, piece in zip(operator.operands, site.operands, strict=True):
+            dim = cut_dim(piece.layout)
+            if value is None:
+                continue
+            form = level.forms[value]
+            if dim is None and form.axes:
+                return None
+            if dim is not None and not form.axes:
+                level.pieces.add((value, dim))
+        level.strategies[operator.id] = strategy
+        return [piece.layout for piece in site.results]
+
+    # --- loops ---
+
+    def _loop(self, operator: Operator, known: Sequence[Layout | None]) -> list[Layout] | None:
+        forms = [form if form is not None else Layout(()) for form in known]
+        if not any(form.axes for form in forms):
+            return [replicated(len(self._values[r].shape)) for r in operator.results]
+        match operator.primitive:
+            case LoopKind.SCAN:
+                return self._scan(operator, forms)
+            case LoopKind.COND:
+                return self._branches(operator, forms)
+        return None
+
+    def _scan(self, operator: Operator, forms: list[Layout]) -> list[Layout] | None:
+        consts, carries = _compat.scan_arity(operator.equation.params)
+        (body,) = operator.bodies
+        whole = consts + carries
+        if any(cut_dim(form) == 0 for form in forms[whole:]):
+            return None  # the loop runs over the examples
+        inside = forms[:whole] + [Layout(form.dims[1:], form.partial) for form in forms[whole:]]
+        for _ in range(2 * carries + 2):
+            inner = self._body(operator, body, inside)
+            leaving = None if inner is None else self._outputs(body, inner)
+            if inner is None or leaving is None:
+                return None
+            changed = [k for k in range(carries) if leaving[k] != inside[consts + k]]
+            if not changed:
+                break
+            for k in changed:
+                if not self._becomes(operator, consts + k, inside[consts + k], leaving[k]):
+                    return None
+                inside[consts + k] = leaving[k]
+        else:
+            return None
+        self._keep_body(operator, (inner,), range(whole), inside)
+        return leaving[:carries] + [Layout(((), *form.dims), form.partial) for form in leaving[carries:]]
+
+    def _becomes(self, operator: Operator, position: int, before: Layout, after: Layout) -> bool:
+        """Whether a carry may start in the form that it takes: whole values are cut, zeros are summands."""
+        if before.axes or not after.axes:
+            return False
+        value = operator.operands[position]
+        atom = operator.equation.invars[position]
+        if after.partial:
+            return value in self._zeros if value is not None else _is_zero_literal(atom)
+        return value is not None
+
+    def _branches(self, operator: Operator, forms: list[Layout]) -> list[Layout] | None:
+        if forms[0].axes:
+            return None
+        levels, leaving = [], []
+        for body in operator.bodies:
+            inner = self._body(operator, body, forms[1:])
+            found = None if inner is None else self._outputs(body, inner)
+            if inner is None or found is None:
+                return None
+            levels.append(inner)
+            leaving.append(found)
+        if any(found != leaving[0] for found in leaving):
+            return None
+        self._keep_body(operator, tuple(levels), (), forms)
+        return leaving[0]
+
+    def _body(self, operator: Operator, body: Graph, inside: Sequence[Layout]) -> Level | None:
+        level = Level(body)
+        level.forms.update(zip(body.inputs, inside, strict=True))
+        outer = operator.operands[-len(body.inputs) :] if body.inputs else ()
+        zeros = {inner for inner, value in zip(body.inputs, outer, strict=True) if value in self._zeros}
+        reader = _Reader(level, self._mesh, frozenset(), frozenset(zeros))
+        if reader.read() or any(r not in level.forms for o in body.operators for r in o.results):
+            return None
+        reader.grow_pieces()
+        return level
+
+    def _outputs(self, body: Graph, level: Level) -> list[Layout] | None:
+        atoms = _compat.jaxpr_of(body.jaxpr).outvars
+        return [
+            Layout(((),) * len(atom.aval.shape)) if value is None else level.forms[value]
+            for value, atom in zip(body.outputs, atoms, strict=True)
+        ]
+
+    def _keep_body(
+        self, operator: Operator, levels: tuple[Level, ...], carried: Iterable[int], inside: Sequence[Layout]
+    ) -> None:
+        self._level.bodies[operator.id] = levels
+        self._level.strategies[operator.id] = ()
+        for position in carried:
+            value = operator.operands[position]
+            dim = cut_dim(inside[position])
+            if value is not None and dim is not None and self._level.is_whole(value):
+                self._level.pieces.add((value, dim))
+
+    # --- parts of whole values ---
+
+    def grow_pieces(self) -> None:
+        """Whole values of which only a part is wanted are computed in part, where their operator can be cut so."""
+        level = self._level
+        for operator in reversed(level.graph.operators):
+            if operator.bodies or not operator.rule.known or operator.id in self._before:
+                continue
+            for position, result in enumerate(operator.results):
+                for dim in range(len(self._values[result].shape)):
+                    if (result, dim) in level.pieces:
+                        self._regrow(operator, position, result, dim)
+
+    def _regrow(self, operator: Operator, position: int, result: int, dim: int) -> None:
+        rule, level = operator.rule, self._level
+        major = next((f for f in rule.results[position][dim] if rule.factors[f].size > 1), None)
+        if major is None or rule.factors[major].kind is not FactorKind.PARALLEL:
+            return
+        strategy = tuple((AXIS,) if f == major else () for f in range(len(rule.factors)))
+        try:
+            site = site_of(operator.equation, rule, strategy, self._mesh)
+        except LocalError:
+            return
+        wanted = [
+            (value, found)
+            for value, piece in zip(operator.operands, site.operands, strict=True)
+            if value is not None and (found := cut_dim(piece.layout)) is not None
+        ]
+        level.regrown[result, dim] = (operator, strategy)
+        level.pieces.update(wanted)
+
+
+def _is_each_its_own(operator: Operator) -> bool:
+    """Whether result k is operand k, whatever the others are."""
+    return operator.primitive == "optimization_barrier"
+
+
+def _is_zero_literal(atom: object) -> bool:
+    return isinstance(atom, _compat.Literal) and not getattr(atom.val, "any", lambda: bool(atom.val))()
