@@ -26,6 +26,7 @@ import autopar
 from autopar import Cluster, Plan, PlanError, TraceError
 from autopar.api import Parallelized
 from autopar.plan import Layout
+from autopar.schedule.verify import verify_program
 from autopar.user_shardings import UserShardings
 from tests.toy_runs import eight_slow_devices
 
@@ -94,6 +95,8 @@ def asked_layouts(step: Parallelized, *args: Any) -> list[Layout]:
 def runs_as_jit(function: Callable[..., Any], step: Parallelized, *args: Any) -> None:
     expected = jax.jit(function)(*args)
     same(step(*args), expected)
+    assert step.last is not None
+    verify_program(step.last.program)
 
 
 # -------------------------------------------------------------------------------- constraints in the code
@@ -116,6 +119,21 @@ def test_a_constraint_is_kept_forward_and_backward(spec: Any, layout: Any) -> No
     assert found == [Layout(layout)] * 2  # the constraint and its transpose
     assert str(step.plan(make_state(), make_batch()).mesh) == "rows=2 × columns=4"
     runs_as_jit(function, step, make_state(), make_batch())
+
+
+def test_the_compiled_step_lays_out_as_asked() -> None:
+    def function(state: State, batch: State) -> tuple[State, dict[str, jax.Array]]:
+        hidden = with_sharding_constraint(jnp.tanh(batch["x"] @ state["enter"]), on(None, "columns"))
+        return jax.tree.map(lambda p: 0.9 * p, state), {"hidden": hidden, "sum": hidden.sum()}
+
+    step = parallel(function)
+    _, out = step(make_state(), make_batch())
+    assert out["hidden"].sharding.is_equivalent_to(on(None, "columns"), 2)
+    assert {shard.data.shape for shard in out["hidden"].addressable_shards} == {(16, 16)}
+    same(out["hidden"], jax.jit(function)(make_state(), make_batch())[1]["hidden"])
+    free = parallel(function, user_shardings="ignore")
+    _, out = free(make_state(), make_batch())
+    assert not out["hidden"].sharding.is_equivalent_to(on(None, "columns"), 2)
 
 
 def test_an_unconstrained_dimension_is_free_and_the_others_are_not() -> None:
@@ -492,6 +510,23 @@ def test_other_names_on_the_same_arrays_are_another_plan() -> None:
         step(boxed_state(Boxed(names)), make_batch())
         assert step.last is not None
         assert kernels_of(step.last.plan)[0].dims == tuple((name,) if name else () for name in names)
+
+
+def test_boxes_are_born_as_they_ask() -> None:
+    model = Boxed((None, ("data", "model")))
+    step = parallel(boxed_step)
+    state = step.init(lambda: boxed_state(model), make_batch())
+    adam = state.opt_state[0]
+    for tree in (state.params, adam.mu, adam.nu):
+        kernel = tree["Dense_0"]["kernel"].value
+        assert {shard.data.shape for shard in kernel.addressable_shards} == {(32, 8)}
+    compiled = []
+    for _ in range(2):
+        state, _ = step(state, make_batch())
+        compiled.append(step.last)
+    assert compiled[0] is compiled[1]
+    kernel = state.params["Dense_0"]["kernel"].value
+    assert {shard.data.shape for shard in kernel.addressable_shards} == {(32, 8)}
 
 
 @pytest.mark.parametrize("is_eager", [True, False])
