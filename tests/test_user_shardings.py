@@ -289,6 +289,13 @@ def test_ignoring_frees_layouts_and_mesh() -> None:
 # -------------------------------------------------------------------------------- what cannot be kept
 
 
+SIXTEEN = Cluster.preset("p4d.24xlarge", hosts=2)
+
+
+def four_axes() -> AbstractMesh:
+    return AbstractMesh((2, 2, 2, 2), ("a", "b", "c", "d"), axis_types=(AxisType.Auto,) * 4)
+
+
 def both_places(h: jax.Array) -> jax.Array:
     h = with_sharding_constraint(h, on("rows"))
     return with_sharding_constraint(h, on("x", mesh=mesh_of(("x", 8))))
@@ -305,14 +312,15 @@ def both_places(h: jax.Array) -> jax.Array:
         (lambda h: with_sharding_constraint(h, on(("columns", "rows"))), {}, r":\d+: .* write \('rows', 'columns'\)"),
         (both_places, {}, rf"two meshes, rows=2 × columns=4 at .*{HERE}:\d+ and x=8 at .*{HERE}:\d+"),
         (lambda h: with_sharding_constraint(h, on("rows")), {"mesh_shape": (4, 2)}, r"mesh_shape=\(4, 2\) contradicts"),
+        (lambda h: with_sharding_constraint(h, on("a", mesh=four_axes())), {"cluster": SIXTEEN}, r"more than 3 axes"),
         (lambda h: with_sharding_constraint(h, on("rows")), {"method": "zero3"}, r"'zero3' cannot use the mesh rows=2"),
         (
             lambda h: with_sharding_constraint(h, on("rows")),
-            {"cluster": Cluster.preset("p4d.24xlarge", hosts=2)},
+            {"cluster": SIXTEEN},
             rf"rows=2 × columns=4 at .*{HERE}:\d+ has 8 devices, and .* has 16; make the mesh of all of them",
         ),
     ],
-    ids=["does not divide", "order", "two meshes", "mesh_shape", "method", "devices"],
+    ids=["does not divide", "order", "two meshes", "mesh_shape", "axes", "method", "devices"],
 )
 def test_what_can_never_be_met_is_refused_with_place_and_remedy(
     constrain: Callable[[jax.Array], jax.Array], options: dict[str, Any], said: str
@@ -619,6 +627,28 @@ def test_arrays_are_moved_where_they_cannot_stay_and_a_note_says_so(options: dic
     explanation = autopar.explain(step, placed_state("rows"), make_batch())
     assert any(said in note for note in explanation.notes)
     same(step(placed_state("rows"), make_batch()), jax.jit(step_with(lambda h: h))(make_state(), make_batch()))
+
+
+def test_an_array_cut_against_the_order_of_the_mesh_is_moved() -> None:
+    state = {**placed_state("rows"), "enter": placed_state(("columns", "rows"))["enter"]}
+    explanation = autopar.explain(parallel(step_with(lambda h: h)), state, make_batch())
+    assert any("is moved: state['enter']" in note for note in explanation.notes)
+    whys = {parameter.path: parameter.why for parameter in explanation.parameters}
+    assert "you asked" not in whys["state['enter']"] and "you asked" in whys["state['leave']"]
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [(("a", "b", "c"), "has 2 dimensions, fewer than its names"), (("a", ("b", "c", "d")), "are more than 3")],
+    ids=["more than dimensions", "more than axes"],
+)
+def test_names_that_mean_no_mesh_are_noted(names: Any, said: str) -> None:
+    def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        return jax.tree.map(lambda w: w - 0.1, state), (x @ state.value).sum()
+
+    state = nn.Partitioned(jnp.ones((32, 16)), names=names)
+    explanation = autopar.explain(parallel(step), state, make_batch()["x"])
+    assert any(said in note for note in explanation.notes)
 
 
 def test_constraints_win_over_where_arrays_lie_and_collide_with_names() -> None:
