@@ -312,7 +312,7 @@ class Parallelized:
     def _plan_subject(
         self, subject: Subjected, cluster: Cluster, demands: Demands, progress: Progress
     ) -> tuple[Plan, Found | None]:
-        key = (subject.fingerprint, cluster, (_hashable(demands), subject.wishes.wishes))
+        key = (subject.fingerprint, cluster, (_hashable(demands), subject.wishes))
         if key not in self._planned:
             progress.say("planning")
             self._planned[key] = self._reused(subject, cluster, demands) or make_plan(
@@ -322,7 +322,7 @@ class Parallelized:
 
     def _reused(self, subject: Subjected, cluster: Cluster, demands: Demands) -> tuple[Plan, Found | None] | None:
         """An earlier plan of the same program with other sizes, if its layouts still divide."""
-        asked = (_hashable(demands), subject.wishes.wishes)
+        asked = (_hashable(demands), subject.wishes)
         for (_, known_cluster, known_asked), (plan, found) in self._planned.items():
             if known_cluster == cluster and known_asked == asked:
                 adapted = adapt_stage(plan, subject, cluster, demands)

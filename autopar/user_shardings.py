@@ -11,7 +11,6 @@ about memory in another.  Where an array lies already is kept if it can be, and 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -65,9 +64,9 @@ def user_demands(
     Raises :class:`~autopar.errors.PlanError` when meshes in the code differ, or do not have the cluster's devices, or
     contradict ``mesh_shape``.
     """
-    ranks = {value.id: len(value.shape) for value in graph.all_values()}
+    shapes = {value.id: value.shape for value in graph.all_values()}
     notes = list(said.notes)
-    wishes = [wish for wish in said.wishes if _has_rank(wish, ranks, notes)]
+    wishes = [wish for wish in said.wishes if _has_rank(wish, len(shapes[wish.value]), notes)]
     firm = [wish for wish in wishes if wish.origin is not Origin.PLACED]
     placed = [wish for wish in wishes if wish.origin is Origin.PLACED]
     mesh = _one_mesh(firm, said.ambient)
@@ -76,9 +75,10 @@ def user_demands(
     placed = _kept_placements(placed, mesh[0] if mesh else None, cluster, mesh_shape, is_free, notes)
     axes = mesh[0] if mesh else placed[0].mesh if placed else None
     if axes is not None:
-        names = frozenset(name for name, _ in axes)
+        names, planned = frozenset(name for name, _ in axes), _planned_mesh(axes)
         firm = [_known_names(wish, names, notes) for wish in firm]
-        return UserDemands(_present([*firm, *placed]), (_planned_mesh(axes),), names, tuple(notes))
+        placed = [wish for wish in placed if _can_lie(wish, shapes[wish.value], planned, notes)]
+        return UserDemands(_present([*firm, *placed]), (planned,), names, tuple(notes))
     used = tuple(dict.fromkeys(name for wish in firm for entry in wish.entries for name in entry or ()))
     if not firm or len(used) > MOST_AXES:
         if firm:
@@ -99,13 +99,21 @@ def user_demands(
     return UserDemands(tuple(firm), meshes, frozenset(used), tuple(notes))
 
 
-def _has_rank(wish: Wish, ranks: Mapping[int, int], notes: list[str]) -> bool:
-    if len(wish.entries) <= ranks[wish.value]:
+def _has_rank(wish: Wish, rank: int, notes: list[str]) -> bool:
+    if len(wish.entries) <= rank:
         return True
-    notes.append(
-        f"{wish.place} has {ranks[wish.value]} dimensions, fewer than its names {wish.said}; they were not kept."
-    )
+    notes.append(f"{wish.place} has {rank} dimensions, fewer than its names {wish.said}; they were not kept.")
     return False
+
+
+def _can_lie(wish: Wish, shape: tuple[int, ...], mesh: Mesh, notes: list[str]) -> bool:
+    """Whether an array can stay as it lies; else it is moved, with a note."""
+    try:
+        layouts_for(wish, shape, mesh)
+    except PlanError as error:
+        notes.append(f"An array of the state is moved: {error}.")
+        return False
+    return True
 
 
 def _one_mesh(firm: list[Wish], ambient: Axes | None) -> tuple[Axes, str] | None:
@@ -252,12 +260,7 @@ def with_wishes(restriction: Restriction, demands: UserDemands, graph: Graph, me
         is_placed = wish.origin is Origin.PLACED
         if not shape or 0 in shape or (is_placed and (wish.value in limited or wish.value in restriction.pinned)):
             continue
-        try:
-            layouts = layouts_for(wish, shape, mesh)
-        except PlanError:
-            if not is_placed:
-                raise
-            continue
+        layouts = layouts_for(wish, shape, mesh)
         limited[wish.value] = limited.get(wish.value, layouts) & layouts
         names.setdefault(wish.value, f"the value at {wish.place}")
     return replace(restriction, limited=limited, names=names)

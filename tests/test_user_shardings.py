@@ -26,6 +26,7 @@ import autopar
 from autopar import Cluster, Plan, PlanError, TraceError
 from autopar.api import Parallelized
 from autopar.plan import Layout
+from autopar.schedule.verify import verify_program
 from autopar.user_shardings import UserShardings
 from tests.toy_runs import eight_slow_devices
 
@@ -94,6 +95,8 @@ def asked_layouts(step: Parallelized, *args: Any) -> list[Layout]:
 def runs_as_jit(function: Callable[..., Any], step: Parallelized, *args: Any) -> None:
     expected = jax.jit(function)(*args)
     same(step(*args), expected)
+    assert step.last is not None
+    verify_program(step.last.program)
 
 
 # -------------------------------------------------------------------------------- constraints in the code
@@ -116,6 +119,21 @@ def test_a_constraint_is_kept_forward_and_backward(spec: Any, layout: Any) -> No
     assert found == [Layout(layout)] * 2  # the constraint and its transpose
     assert str(step.plan(make_state(), make_batch()).mesh) == "rows=2 × columns=4"
     runs_as_jit(function, step, make_state(), make_batch())
+
+
+def test_the_compiled_step_lays_out_as_asked() -> None:
+    def function(state: State, batch: State) -> tuple[State, dict[str, jax.Array]]:
+        hidden = with_sharding_constraint(jnp.tanh(batch["x"] @ state["enter"]), on(None, "columns"))
+        return jax.tree.map(lambda p: 0.9 * p, state), {"hidden": hidden, "sum": hidden.sum()}
+
+    step = parallel(function)
+    _, out = step(make_state(), make_batch())
+    assert out["hidden"].sharding.is_equivalent_to(on(None, "columns"), 2)
+    assert {shard.data.shape for shard in out["hidden"].addressable_shards} == {(16, 16)}
+    same(out["hidden"], jax.jit(function)(make_state(), make_batch())[1]["hidden"])
+    free = parallel(function, user_shardings="ignore")
+    _, out = free(make_state(), make_batch())
+    assert not out["hidden"].sharding.is_equivalent_to(on(None, "columns"), 2)
 
 
 def test_an_unconstrained_dimension_is_free_and_the_others_are_not() -> None:
@@ -271,6 +289,13 @@ def test_ignoring_frees_layouts_and_mesh() -> None:
 # -------------------------------------------------------------------------------- what cannot be kept
 
 
+SIXTEEN = Cluster.preset("p4d.24xlarge", hosts=2)
+
+
+def four_axes() -> AbstractMesh:
+    return AbstractMesh((2, 2, 2, 2), ("a", "b", "c", "d"), axis_types=(AxisType.Auto,) * 4)
+
+
 def both_places(h: jax.Array) -> jax.Array:
     h = with_sharding_constraint(h, on("rows"))
     return with_sharding_constraint(h, on("x", mesh=mesh_of(("x", 8))))
@@ -287,14 +312,15 @@ def both_places(h: jax.Array) -> jax.Array:
         (lambda h: with_sharding_constraint(h, on(("columns", "rows"))), {}, r":\d+: .* write \('rows', 'columns'\)"),
         (both_places, {}, rf"two meshes, rows=2 × columns=4 at .*{HERE}:\d+ and x=8 at .*{HERE}:\d+"),
         (lambda h: with_sharding_constraint(h, on("rows")), {"mesh_shape": (4, 2)}, r"mesh_shape=\(4, 2\) contradicts"),
+        (lambda h: with_sharding_constraint(h, on("a", mesh=four_axes())), {"cluster": SIXTEEN}, r"more than 3 axes"),
         (lambda h: with_sharding_constraint(h, on("rows")), {"method": "zero3"}, r"'zero3' cannot use the mesh rows=2"),
         (
             lambda h: with_sharding_constraint(h, on("rows")),
-            {"cluster": Cluster.preset("p4d.24xlarge", hosts=2)},
+            {"cluster": SIXTEEN},
             rf"rows=2 × columns=4 at .*{HERE}:\d+ has 8 devices, and .* has 16; make the mesh of all of them",
         ),
     ],
-    ids=["does not divide", "order", "two meshes", "mesh_shape", "method", "devices"],
+    ids=["does not divide", "order", "two meshes", "mesh_shape", "axes", "method", "devices"],
 )
 def test_what_can_never_be_met_is_refused_with_place_and_remedy(
     constrain: Callable[[jax.Array], jax.Array], options: dict[str, Any], said: str
@@ -494,6 +520,23 @@ def test_other_names_on_the_same_arrays_are_another_plan() -> None:
         assert kernels_of(step.last.plan)[0].dims == tuple((name,) if name else () for name in names)
 
 
+def test_boxes_are_born_as_they_ask() -> None:
+    model = Boxed((None, ("data", "model")))
+    step = parallel(boxed_step)
+    state = step.init(lambda: boxed_state(model), make_batch())
+    adam = state.opt_state[0]
+    for tree in (state.params, adam.mu, adam.nu):
+        kernel = tree["Dense_0"]["kernel"].value
+        assert {shard.data.shape for shard in kernel.addressable_shards} == {(32, 8)}
+    compiled = []
+    for _ in range(2):
+        state, _ = step(state, make_batch())
+        compiled.append(step.last)
+    assert compiled[0] is compiled[1]
+    kernel = state.params["Dense_0"]["kernel"].value
+    assert {shard.data.shape for shard in kernel.addressable_shards} == {(32, 8)}
+
+
 @pytest.mark.parametrize("is_eager", [True, False])
 def test_metadata_of_nnx_variables(is_eager: bool) -> None:
     names = ("rows", "columns")
@@ -584,6 +627,28 @@ def test_arrays_are_moved_where_they_cannot_stay_and_a_note_says_so(options: dic
     explanation = autopar.explain(step, placed_state("rows"), make_batch())
     assert any(said in note for note in explanation.notes)
     same(step(placed_state("rows"), make_batch()), jax.jit(step_with(lambda h: h))(make_state(), make_batch()))
+
+
+def test_an_array_cut_against_the_order_of_the_mesh_is_moved() -> None:
+    state = {**placed_state("rows"), "enter": placed_state(("columns", "rows"))["enter"]}
+    explanation = autopar.explain(parallel(step_with(lambda h: h)), state, make_batch())
+    assert any("is moved: state['enter']" in note for note in explanation.notes)
+    whys = {parameter.path: parameter.why for parameter in explanation.parameters}
+    assert "you asked" not in whys["state['enter']"] and "you asked" in whys["state['leave']"]
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [(("a", "b", "c"), "has 2 dimensions, fewer than its names"), (("a", ("b", "c", "d")), "are more than 3")],
+    ids=["more than dimensions", "more than axes"],
+)
+def test_names_that_mean_no_mesh_are_noted(names: Any, said: str) -> None:
+    def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        return jax.tree.map(lambda w: w - 0.1, state), (x @ state.value).sum()
+
+    state = nn.Partitioned(jnp.ones((32, 16)), names=names)
+    explanation = autopar.explain(parallel(step), state, make_batch()["x"])
+    assert any(said in note for note in explanation.notes)
 
 
 def test_constraints_win_over_where_arrays_lie_and_collide_with_names() -> None:

@@ -102,7 +102,8 @@ class Wishes:
     @property
     def texts(self) -> tuple[str, ...]:
         """What counts for the identity of the program: not where arrays happen to lie, nor where things were said."""
-        return tuple(wish.text for wish in self.wishes if wish.origin is not Origin.PLACED)
+        scope = () if self.ambient is None else (f"mesh {self.ambient}",)
+        return (*scope, *(wish.text for wish in self.wishes if wish.origin is not Origin.PLACED))
 
 
 def wishes_of(graph: Graph, paths: Sequence[str], state: Sequence[int], leaves: LeafWishes) -> Wishes:
