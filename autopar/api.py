@@ -11,19 +11,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 import jax
+import numpy as np
 from jax import tree_util
 from jax.sharding import PartitionSpec
 
 from autopar.cluster import Cluster
 from autopar.errors import PlanError, TraceError
-from autopar.graph.roles import infer_roles
+from autopar.graph.roles import Role, infer_roles
 from autopar.graph.tracing import Call, TracedProgram, flatten_call, trace
 from autopar.graph.wishes import LeafWish, LeafWishes, leaf_wishes, names_on
 from autopar.intra_op.search import Found
 from autopar.intra_op.why import Question, Why, why
 from autopar.methods import HAND_MADE, Method
 from autopar.plan import Plan
-from autopar.planning import Demands, Subjected, demands_of_user, make_plan, said_of_inputs, subject_of
+from autopar.planning import Demands, Subjected, demands_of_user, make_plan, microbatched, said_of_inputs, subject_of
 from autopar.progress import Progress
 from autopar.runtime.executor import Executor
 from autopar.schedule.spmd import SpmdProgram, lower
@@ -54,6 +55,7 @@ class Compiled:
         self.subject = subject
         self.executor = executor
         self.step_seconds: list[float] = []
+        self._folded = subject.roles.leaves(Role.BATCH) if subject.num_microbatches > 1 else ()
 
     def as_text(self) -> str:
         """The optimized HLO of the executable."""
@@ -66,6 +68,10 @@ class Compiled:
     def run(self, leaves: list[Any]) -> Any:
         """Run on flat leaves; returns the function's result."""
         started = time.perf_counter()
+        for position in self._folded:
+            shape = self.subject.program.in_avals[position].shape
+            leaf = leaves[position]
+            leaves[position] = leaf.reshape(shape) if isinstance(leaf, jax.Array) else np.reshape(leaf, shape)
         out = self.executor([*leaves, *self.subject.program.hidden])
         if len(self.step_seconds) < MEASURED_STEPS:
             # The first steps are timed to hold the prediction against; after that nothing waits for the devices.
@@ -92,7 +98,7 @@ class Parallelized:
         self._subjects: dict[Hashable, Subjected] = {}
         self._compiled: dict[Hashable, Compiled] = {}
         self._quick: dict[Hashable, Compiled] = {}
-        self._planned: dict[tuple[str, Cluster, Hashable], tuple[Plan, Found | None]] = {}
+        self._planned: dict[tuple[str, Cluster, Hashable], tuple[Subjected, Plan, Found | None]] = {}
         self._placed: dict[str, LeafWish | None] = {}  # by leaf path, as first seen: what our steps return is ours
         self._in_use: Plan | None = None
         self._last: Compiled | None = None
@@ -193,8 +199,8 @@ class Parallelized:
 
     def records_of(
         self, subject: Subjected, *, cluster: Cluster, method: str | Method | None = None, within_budget: bool = True
-    ) -> tuple[Plan, Found | None]:
-        """Plan and planner's records for a step that was traced before, if need be without the memory budget.
+    ) -> tuple[Subjected, Plan, Found | None]:
+        """Subject, plan and planner's records for a step that was traced before, if need be without the memory budget.
 
         A mesh shape, and shardings in the code, are not demanded of another method.
         """
@@ -211,7 +217,7 @@ class Parallelized:
         if self._last is None:
             return None
         plan = self._last.plan
-        found = next((found for known, found in self._planned.values() if known is plan), None)
+        found = next((found for _, known, found in self._planned.values() if known is plan), None)
         return self._last.subject, plan, found
 
     def runner_ups(
@@ -307,11 +313,12 @@ class Parallelized:
         with self._progress() as progress:
             progress.say("tracing")
             subject = self._subject(args, kwargs, cluster.device.platform.value)
-            return subject, *self._plan_subject(subject, cluster, demands, progress)
+            return self._plan_subject(subject, cluster, demands, progress)
 
     def _plan_subject(
         self, subject: Subjected, cluster: Cluster, demands: Demands, progress: Progress
-    ) -> tuple[Plan, Found | None]:
+    ) -> tuple[Subjected, Plan, Found | None]:
+        """The subject that comes back runs in as many microbatches as the plan says."""
         key = (subject.fingerprint, cluster, (_hashable(demands), subject.wishes))
         if key not in self._planned:
             progress.say("planning")
@@ -320,14 +327,16 @@ class Parallelized:
             )
         return self._planned[key]
 
-    def _reused(self, subject: Subjected, cluster: Cluster, demands: Demands) -> tuple[Plan, Found | None] | None:
+    def _reused(
+        self, subject: Subjected, cluster: Cluster, demands: Demands
+    ) -> tuple[Subjected, Plan, Found | None] | None:
         """An earlier plan of the same program with other sizes, if its layouts still divide."""
         asked = (_hashable(demands), subject.wishes)
-        for (_, known_cluster, known_asked), (plan, found) in self._planned.items():
+        for (_, known_cluster, known_asked), (_, plan, found) in self._planned.items():
             if known_cluster == cluster and known_asked == asked:
                 adapted = adapt_stage(plan, subject, cluster, demands)
                 if adapted is not None:
-                    return adapted, found
+                    return subject, adapted, found
         return None
 
     def _compile(
@@ -341,6 +350,7 @@ class Parallelized:
             subject = self._subject(args, kwargs, cluster.device.platform.value)
             plan = self._in_use
             _check_fits(plan, subject, cluster)
+            subject = microbatched(subject, plan.num_microbatches, cluster.device.platform.value)
         else:
             subject, plan, _ = self._plan(args, kwargs, cluster, self._demands(method))
         with self._progress() as progress:
@@ -398,12 +408,13 @@ def _hashable(demands: Demands) -> Hashable:
         demands.mesh_shape,
         constraints,
         demands.donate_state,
+        demands.num_microbatches,
         demands.user_shardings,
     )
 
 
 @overload
-def parallelize(function: Callable[..., Any], /) -> Parallelized: ...
+def parallelize(function: Callable[..., Any], /, **options: Any) -> Parallelized: ...
 
 
 @overload
@@ -420,6 +431,7 @@ def parallelize(
     state_argnums: ArgumentNames = None,
     donate_argnums: str | tuple[int, ...] = "auto",
     solver_seconds: float = 60.0,
+    num_microbatches: int | None = None,
     user_shardings: str | UserShardings = "respect",
 ) -> Callable[[Callable[..., Any]], Parallelized]: ...
 
@@ -427,7 +439,7 @@ def parallelize(
 def parallelize(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     """Run a function of pytrees – a train step – in parallel, by a plan that is found for it.
 
-    Use it bare (``@autopar.parallelize``) or with keyword options:
+    Use it bare (``@autopar.parallelize``), with keyword options, or as a call like ``jax.jit``'s with both:
 
     * ``method``: ``"auto"``, ``"intra_op"``, or a plan that an expert would write: ``"data_parallel"``, ``"zero2"``,
       ``"zero3"``, ``"tensor_parallel"``; or an object of :mod:`autopar.methods`.
@@ -438,6 +450,8 @@ def parallelize(function: Callable[..., Any] | None = None, /, **options: Any) -
     * ``static_argnums``, ``static_argnames``: as in ``jax.jit``.
     * ``batch_argnums``, ``state_argnums``: arguments (numbers or names) that are batch or state; default inferred.
     * ``donate_argnums``: ``"auto"`` donates the state, ``()`` nothing.
+    * ``num_microbatches``: into how many pieces the batch is cut that run one after the other, their gradients summed;
+      the numbers stay those of the whole batch. Default: as few as the memory allows and as is fastest.
     * ``user_shardings``: ``"respect"`` keeps shardings that stand in the function (``with_sharding_constraint``), on its
       arguments (``Partitioned`` boxes, NNX metadata) and of state that lies on several devices, on the mesh that they
       name; ``"ignore"`` plans as if there were none.
@@ -459,13 +473,16 @@ def _sizes(mesh_shape: Any) -> tuple[int, ...]:
 
 
 def _read_options(given: dict[str, Any]) -> Options:
-    known = ("method", "memory_per_device", "mesh_shape", "constraints", "solver_seconds")
+    known = ("method", "memory_per_device", "mesh_shape", "constraints", "solver_seconds", "num_microbatches")
     others = ("cluster", "static_argnums", "static_argnames", "batch_argnums", "state_argnums")
     every = (*known, *others, "donate_argnums", "user_shardings")
     unknown = [name for name in given if name not in every]
     if unknown:
         raise TypeError(f"parallelize() got unknown options {unknown}; known are {sorted(every)}")
     demands = {name: given[name] for name in known if given.get(name) is not None}
+    count = demands.get("num_microbatches", 1)
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise PlanError(f"num_microbatches={count!r} is no number of microbatches; give an integer of 1 or more")
     if "mesh_shape" in demands:
         demands["mesh_shape"] = _sizes(demands["mesh_shape"])
     donate = given.get("donate_argnums", "auto")

@@ -19,5 +19,9 @@ class PlanError(AutoparError):
     """No plan meets the demands, or a plan does not fit the function or the cluster."""
 
 
+class BudgetError(PlanError):
+    """No plan keeps the memory of a device."""
+
+
 class InternalError(AutoparError):
     """A pass of this library broke a promise that the next one relies on; a bug to report, with the program at hand."""

@@ -36,6 +36,8 @@ class Subject:
     graph: Graph
     state: tuple[int, ...]
     batch: tuple[int, ...]
+    examples_dim: int = 0
+    """The dimension of batch leaves along which the examples lie."""
 
 
 class Method(Protocol):
@@ -188,13 +190,13 @@ def mesh_of(shape: tuple[int, ...], cluster: Cluster) -> Mesh:
 
 
 def batch_reach(subject: Subject, mesh: Mesh, axis: str) -> Reach:
-    """Dimensions tied to the leading dimension of the batch."""
+    """Dimensions tied to the examples of the batch."""
     size = mesh.axis_size(axis)
-    graph = subject.graph
+    graph, dim = subject.graph, subject.examples_dim
     seeds = {
-        graph.inputs[position]: frozenset((0,))
+        graph.inputs[position]: frozenset((dim,))
         for position in subject.batch
-        if graph.values[graph.inputs[position]].shape[0] % size == 0
+        if graph.values[graph.inputs[position]].shape[dim] % size == 0
     }
     reach = propagate(graph, seeds, size, _is_any)
     state = {graph.inputs[position] for position in subject.state}

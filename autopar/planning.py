@@ -15,13 +15,15 @@ import jax
 from jax.sharding import PartitionSpec
 
 from autopar.cluster import AXIS_NAMES, Cluster, Mesh
-from autopar.errors import PlanError
+from autopar.errors import BudgetError, PlanError
 from autopar.graph.build import build_graph
 from autopar.graph.fingerprint import fingerprint
 from autopar.graph.ir import Graph
 from autopar.graph.roles import Role, Roles
 from autopar.graph.tracing import TracedProgram
 from autopar.graph.wishes import LeafWishes, Origin, Wishes, wishes_of
+from autopar.inter_op.accumulate import accumulated
+from autopar.inter_op.examples import CoupledBatchError, examples_of
 from autopar.intra_op.restrict import Restriction
 from autopar.intra_op.search import Found, Task, search
 from autopar.methods import IntraOp, Method, Subject, mesh_of, method_of
@@ -29,6 +31,9 @@ from autopar.plan import Layout, Plan
 from autopar.schedule.spmd import output_layouts
 from autopar.user_shardings import HOW_TO_IGNORE, UserDemands, UserShardings, user_demands, with_wishes
 from autopar.wording import slashed
+
+MOST_DOUBLINGS = 6
+"""The planner itself cuts a batch into 2⁶ microbatches at most."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,7 @@ class Demands:
     constraints: Mapping[str, PartitionSpec] = field(default_factory=dict)
     solver_seconds: float = 60.0
     donate_state: bool = True
+    num_microbatches: int | None = None
     user_shardings: UserShardings = UserShardings.RESPECT
 
 
@@ -54,6 +60,13 @@ class Subjected:
     fingerprint: str
     wishes: Wishes = field(default_factory=Wishes)
     """Shardings in the user's code, unless they are to be ignored."""
+    leaves: LeafWishes | None = None
+    """Shardings that the arguments carry; None: all shardings in the user's code are ignored."""
+    num_microbatches: int = 1
+    undivided: Subjected | None = None
+    """Where the batch is cut: the step as it was; ``program`` and ``graph`` then run microbatch by microbatch."""
+    coupling: str = ""
+    """Why the batch was not cut into microbatches, where memory would have asked for it."""
 
     @property
     def donated(self) -> frozenset[int]:
@@ -75,7 +88,30 @@ def subject_of(program: TracedProgram, roles: Roles, platform: str, leaves: Leaf
     if leaves is None:
         return Subjected(program, roles, graph, fingerprint(program))
     wishes = wishes_of(graph, program.in_paths, roles.leaves(Role.STATE), leaves)
-    return Subjected(program, roles, graph, fingerprint(program, wishes.texts), wishes)
+    return Subjected(program, roles, graph, fingerprint(program, wishes.texts), wishes, leaves)
+
+
+def microbatched(subject: Subjected, count: int, platform: str) -> Subjected:
+    """The same step run as ``count`` microbatches, one after the other; plans of both bear the same fingerprint.
+
+    Raises :class:`~autopar.errors.PlanError` where the batch cannot be cut so.
+    """
+    if count == 1:
+        return subject
+    size, batch = subject.roles.batch_size, subject.roles.leaves(Role.BATCH)
+    if size is None:
+        raise PlanError(
+            f"num_microbatches={count}, but no argument was found to be the batch; name it with batch_argnums="
+        )
+    if size % count:
+        raise PlanError(f"num_microbatches={count} does not divide the batch of {size} examples")
+    examples = examples_of(subject.graph, batch, subject.roles.leaves(Role.STATE), count)
+    program = accumulated(subject.program, examples, batch)
+    graph = build_graph(program.jaxpr, platform=platform)
+    wishes = subject.wishes
+    if subject.leaves is not None:
+        wishes = wishes_of(graph, program.in_paths, subject.roles.leaves(Role.STATE), subject.leaves)
+    return replace(subject, program=program, graph=graph, wishes=wishes, num_microbatches=count, undivided=subject)
 
 
 def demands_of_user(subject: Subjected, cluster: Cluster, demands: Demands) -> UserDemands:
@@ -111,11 +147,86 @@ def make_plan(
     cluster: Cluster,
     demands: Demands,
     report_progress: Callable[[str], None] = lambda message: None,
-) -> tuple[Plan, Found]:
-    """The plan of a program on a cluster, and the planner's own records (for the explanation).
+) -> tuple[Subjected, Plan, Found]:
+    """The plan of a program on a cluster, with the program that it is a plan of and the planner's own records.
+
+    Unless the number of microbatches is demanded, the batch stays whole if the fastest plan then keeps the memory
+    budget; else cuts into 2, 4, 8, … are planned as well, until one is no longer squeezed, and the fastest is taken.
 
     Raises :class:`~autopar.errors.PlanError` when a demand cannot be met.
     """
+    subject = subject.undivided or subject
+    report_progress("planning the whole batch at once")
+    asked = demands.num_microbatches
+    if asked is not None or not isinstance(method_of(demands.method), IntraOp):
+        return _plan_in(asked or 1, subject, cluster, demands, report_progress)
+    search = _MicrobatchSearch(subject, cluster, demands, report_progress)
+    search.try_count(1)
+    counts = _counts(subject.roles.batch_size)
+    if search.best is None and len(counts) > 1:
+        search.try_count(counts[-1])  # if the smallest microbatches do not fit, nothing does
+    for count in counts[1:] if search.best is not None and search.best[2].is_squeezed else ():
+        if search.is_coupled or not search.try_count(count):
+            break
+    return search.result()
+
+
+class _MicrobatchSearch:
+    """Owns the best plan over several numbers of microbatches, and what spoke against others."""
+
+    def __init__(
+        self, subject: Subjected, cluster: Cluster, demands: Demands, report_progress: Callable[[str], None]
+    ) -> None:
+        self._subject = subject
+        self._rest = (cluster, demands, report_progress)
+        self._refusal: BudgetError | None = None
+        self._coupling = ""
+        self.best: tuple[Subjected, Plan, Found] | None = None
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether the batch turned out not to be cuttable."""
+        return bool(self._coupling)
+
+    def try_count(self, count: int) -> bool:
+        """Plan for this many microbatches; whether more of them might still be faster."""
+        try:
+            found = _plan_in(count, self._subject, *self._rest)
+        except BudgetError as error:
+            self._refusal = self._refusal or error
+            return True
+        except CoupledBatchError as error:
+            self._coupling = str(error)
+            return False
+        if self.best is None or found[1].step_seconds < self.best[1].step_seconds:
+            self.best = found
+        return found[2].is_squeezed
+
+    def result(self) -> tuple[Subjected, Plan, Found]:
+        if self.best is not None:
+            return replace(self.best[0], coupling=self._coupling), *self.best[1:]
+        assert self._refusal is not None
+        raise self._refusal if not self._coupling else BudgetError(f"{self._refusal} Besides, {self._coupling}.")
+
+
+def _counts(batch_size: int | None) -> list[int]:
+    """Numbers of microbatches that the planner itself tries."""
+    counts = [1 << bit for bit in range(MOST_DOUBLINGS + 1)]
+    return [count for count in counts if batch_size is not None and batch_size % count == 0] or [1]
+
+
+def _plan_in(
+    count: int, subject: Subjected, cluster: Cluster, demands: Demands, report_progress: Callable[[str], None]
+) -> tuple[Subjected, Plan, Found]:
+    if count > 1:
+        report_progress(f"planning {count} microbatches")
+    one = microbatched(subject, count, cluster.device.platform.value)
+    return one, *_plan_on(one, cluster, demands, report_progress)
+
+
+def _plan_on(
+    subject: Subjected, cluster: Cluster, demands: Demands, report_progress: Callable[[str], None]
+) -> tuple[Plan, Found]:
     method = method_of(demands.method)
     meshes = method.meshes(cluster)
     if demands.mesh_shape is not None:
@@ -126,7 +237,8 @@ def make_plan(
     user = demands_of_user(subject, cluster, demands)
     meshes = _meshes_of_user(meshes, user, method)
     state = subject.roles.leaves(Role.STATE)
-    view = Subject(subject.graph, state, subject.roles.leaves(Role.BATCH))
+    examples_dim = 0 if subject.num_microbatches == 1 else 1
+    view = Subject(subject.graph, state, subject.roles.leaves(Role.BATCH), examples_dim)
     donated = subject.donated if demands.donate_state else frozenset()
     constraints = _without_axes_of_one(demands)
     meshes = _meshes_with_names(meshes, constraints)
@@ -145,6 +257,7 @@ def make_plan(
             mesh,
         ),
         batch=view.batch if isinstance(method, IntraOp) and not is_asked else (),
+        examples_dim=examples_dim,
         solver_seconds=demands.solver_seconds,
         names=subject.names,
         report_progress=report_progress,
@@ -171,6 +284,7 @@ def plan_of(subject: Subjected, cluster: Cluster, method_name: str, found: Found
         out_layouts=output_layouts(graph, stage, subject.roles.state_pairs),
         prediction=found.prediction,
         solver=found.solver,
+        num_microbatches=subject.num_microbatches,
     )
 
 

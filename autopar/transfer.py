@@ -21,6 +21,8 @@ def adapt_stage(plan: Plan, subject: Subjected, cluster: Cluster, demands: Deman
 
     That is when the program differs, something no longer divides, or the memory budget is exceeded.
     """
+    if plan.num_microbatches > 1:
+        return None
     stage = plan.stages[0]
     graph = subject.graph
     if plan.in_paths != subject.program.in_paths or not _still_divides(stage, graph):

@@ -61,7 +61,7 @@ def measure(layers: int, batch_size: int) -> list[str]:
     subject = subject_of(program, infer_roles(program), "cuda")
     built = time.perf_counter()
     demands = Demands(method="intra_op", memory_per_device=1e15)
-    plan, _ = make_plan(subject, Cluster.preset("p3.16xlarge"), demands)
+    _, plan, _ = make_plan(subject, Cluster.preset("p3.16xlarge"), demands)
     planned = time.perf_counter()
     seconds = [traced - started, built - traced, planned - built, planned - started]
     return [

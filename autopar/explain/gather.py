@@ -73,7 +73,7 @@ class Step(Protocol):
 
     def records_of(
         self, subject: Subjected, *, cluster: Cluster, method: Any = None, within_budget: bool = True
-    ) -> tuple[Plan, Found | None]:
+    ) -> tuple[Subjected, Plan, Found | None]:
         """Plan what was traced before."""
 
     def said_by_user(self, subject: Subjected, cluster: Cluster, method: Any) -> tuple[dict[int, str], tuple[str, ...]]:
@@ -136,7 +136,7 @@ def explain(
             "pass the arguments: autopar.explain(train_step, state, batch, cluster=…)"
         )
     cluster = cluster or train_step.cluster
-    plan, found = train_step.records_of(subject, cluster=cluster, method=method)
+    subject, plan, found = train_step.records_of(subject, cluster=cluster, method=method)
     said = train_step.said_by_user(subject, cluster, None) if method is None else ({}, ())
     return _explanation(_Case(train_step, cluster, subject, plan, found, None, said))
 
@@ -243,11 +243,11 @@ def _opponent(case: _Case, name: str) -> MethodTotals:
     """The totals of a hand-made method; if it is over budget, those of its plan without one."""
     reason = ""
     try:
-        plan, _ = case.step.records_of(case.subject, cluster=case.cluster, method=name)
+        _, plan, _ = case.step.records_of(case.subject, cluster=case.cluster, method=name)
     except PlanError as error:
         reason = str(error)
         try:
-            plan, _ = case.step.records_of(case.subject, cluster=case.cluster, method=name, within_budget=False)
+            _, plan, _ = case.step.records_of(case.subject, cluster=case.cluster, method=name, within_budget=False)
         except PlanError:
             return MethodTotals(name, "", None, None, None, None, fits=False, reason=reason)
     prediction = plan.prediction
@@ -292,6 +292,14 @@ def _notes(case: _Case, whys: tuple[Why, ...]) -> tuple[str, ...]:
         )
     if not case.subject.donated or not case.step.demands.donate_state:
         notes.append("No state is donated, so a step holds the old and the new state at once.")
+    if (count := case.plan.num_microbatches) > 1:
+        size = case.subject.roles.batch_size or 0
+        notes.append(
+            f"The batch of {size} examples runs as {count} microbatches of {size // count}, one after the other; gradients "
+            "are summed on the way and reduced over devices once."
+        )
+    if case.subject.coupling:
+        notes.append(f"Microbatches would save memory, but {case.subject.coupling}.")
     if case.subject.wishes.wishes:
         notes.append("Shardings in your own code bind the plan, not those of the methods that it is compared with.")
     return (*notes, *case.said[1])

@@ -7,7 +7,7 @@ no body, and reads from each equation its phase:
     forward    its name stack holds ``jvp(…)``, or its result is needed by an equation of these two kinds
     update     everything else (where nothing is differentiated, all is forward)
 
-An operator inside a loop or branch inherits the phase of the loop.
+An operator inside a loop or branch inherits the phase of the loop, unless the loop runs whole passes.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ class _Builder:
         values: dict[int, Value],
     ) -> Operator:
         file, line = _compat.user_source(equation)
-        bodies = tuple(self.graph(body, trips=trips, phase=phase) for body, trips in bodies_of(equation))
+        inner = None if _holds_passes(equation) else phase
+        bodies = tuple(self.graph(body, trips=trips, phase=inner) for body, trips in bodies_of(equation))
         return Operator(
             id=next(self._operator_ids),
             primitive=equation.primitive.name,
@@ -141,12 +142,12 @@ def _value(identity: int, aval: Any) -> Value:
 
 def _phases(jaxpr: Any) -> list[Phase]:
     stacks = [_compat.name_stack_text(equation) for equation in jaxpr.eqns]
-    if not any("transpose(" in stack for stack in stacks):
+    if not any("transpose(" in stack for stack in stacks) and not any(map(_holds_passes, jaxpr.eqns)):
         return [Phase.FORWARD] * len(stacks)
     phases = []
     needed: set[Any] = set()
     for equation, stack in zip(reversed(jaxpr.eqns), reversed(stacks), strict=True):
-        if "transpose(" in stack:
+        if "transpose(" in stack or _holds_passes(equation):
             phases.append(Phase.BACKWARD)
         elif "jvp(" in stack or not needed.isdisjoint(equation.outvars):
             phases.append(Phase.FORWARD)
@@ -155,6 +156,17 @@ def _phases(jaxpr: Any) -> list[Phase]:
             continue
         needed.update(atom for atom in equation.invars if not isinstance(atom, _compat.Literal))
     return phases[::-1]
+
+
+def _holds_passes(equation: Any) -> bool:
+    """Whether a loop that is no part of a pass itself runs a forward and a backward pass, as one over microbatches does."""
+    if "jvp(" in _compat.name_stack_text(equation):
+        return False
+    return any(
+        "transpose(" in _compat.name_stack_text(inner) or _holds_passes(inner)
+        for body, _ in bodies_of(equation)
+        for inner in _compat.jaxpr_of(body).eqns
+    )
 
 
 def _is_linear(equation: Any) -> bool:

@@ -28,7 +28,7 @@ from autopar.graph.build import LoopKind
 from autopar.graph.inline import inline
 from autopar.graph.ir import Operator
 from autopar.graph.tracing import TracedProgram
-from autopar.inter_op.examples import Examples, Level, cut_dim
+from autopar.inter_op.examples import BARRIER, Examples, Level, cut_dim
 from autopar.plan import Axes
 from autopar.runtime.local_ops import run_local
 
@@ -95,6 +95,7 @@ class _Rewriting:
             whole[value] = sums[value]
         for value in parts.stacked:
             whole[value] = _unstacked(stacked[value], cut_dim(level.forms[value]) or 0)
+        whole.update({later: whole[value] for value, later in parts.guarded.items() if value in whole})
         whole.update(batch_whole)
         self._run_whole(parts.after, whole, whole)
         atoms = _compat.jaxpr_of(graph.jaxpr).outvars
@@ -230,7 +231,7 @@ class _Parts:
 
     def __init__(self, level: Level, early: frozenset[int]) -> None:
         graph = level.graph
-        inside = [o for o in graph.operators if o.id in level.strategies and o.id not in early]
+        inside = _running_inside(level, early)
         self.inside = _with_regrown(level, inside)
         running = {operator.id for operator in inside}
         whole = [o for o in graph.operators if o.id not in running and all(r in level.forms for r in o.results)]
@@ -249,8 +250,25 @@ class _Parts:
         read_after = {v for o in (*self.after, *late) for v in o.operands if v is not None}
         read_after |= {v for v in graph.outputs if v is not None}
         made_inside = [r for o in inside for r in o.results if r in read_after]
+        # What a barrier guards is known outside without it.
+        barriers = [o for o in inside if o.primitive == BARRIER]
+        self.guarded = {
+            v: r for o in barriers for v, r in zip(o.operands, o.results, strict=True) if v is not None and level.is_whole(r)
+        }
         self.sums = [v for v in made_inside if level.forms[v].partial]
         self.stacked = [v for v in made_inside if cut_dim(level.forms[v]) is not None]
+
+
+def _running_inside(level: Level, early: frozenset[int]) -> list[Operator]:
+    """Operators of the loop: those of pieces and sums, and what follows in it from values that barriers guard there."""
+    inside = []
+    guarded: set[int] = set()
+    for operator in level.graph.operators:
+        follows = not guarded.isdisjoint(operator.operands) and all(r in level.forms for r in operator.results)
+        if operator.id not in early and (operator.id in level.strategies or follows):
+            inside.append(operator)
+            guarded.update(r for r in operator.results if level.is_whole(r))
+    return inside
 
 
 def _with_regrown(level: Level, operators: Sequence[Operator]) -> list[Operator | tuple[int, int]]:

@@ -27,15 +27,18 @@ from autopar.cluster import Mesh
 from autopar.errors import PlanError
 from autopar.graph.build import LoopKind
 from autopar.graph.ir import FactorKind, Graph, Operator, Phase, Value
+from autopar.graph.zeros import is_zero_literal, zero_values
 from autopar.plan import Axes, Layout
 from autopar.runtime.local_params import LocalError, site_of
 from autopar.schedule.reshard import replicated
 
 AXIS = "microbatch"
 
+BARRIER = "optimization_barrier"
+
 LEAVES_PIECES = frozenset((FactorKind.PARALLEL, FactorKind.SUM))
 
-MOST_LATE_SHARE = 0.01
+MOST_LATE_SHARE = 0.05
 """So much of the forward and backward pass, in FLOPs, may be left for after the microbatches."""
 
 
@@ -180,7 +183,7 @@ class _Reader:
         self._values: Mapping[int, Value] = level.graph.values
         self._mesh = mesh
         self._before = before
-        self._zeros = set(zeros)
+        self._zeros = zero_values(level.graph, zeros)
         for value in level.graph.constants:
             level.forms[value] = replicated(len(self._values[value].shape))
 
@@ -208,7 +211,6 @@ class _Reader:
                 continue
             if late:
                 continue
-            self._note_zeros(operator)
             if operator.bodies:
                 forms = self._loop(operator, known)
             elif not any(form is not None and form.axes for form in known):
@@ -221,14 +223,6 @@ class _Reader:
 
     def _give(self, operator: Operator, forms: Sequence[Layout]) -> None:
         self._level.forms.update(zip(operator.results, forms, strict=True))
-
-    def _note_zeros(self, operator: Operator) -> None:
-        """Zeros are a sum of nothing: what accumulates from them may be a sum."""
-        if operator.primitive not in ("broadcast_in_dim", "convert_element_type", "reshape", "copy"):
-            return
-        (atom, *_), (operand, *_) = operator.equation.invars, operator.operands
-        if operand in self._zeros or (operand is None and _is_zero_literal(atom)):
-            self._zeros.update(operator.results)
 
     # --- operators ---
 
@@ -323,7 +317,7 @@ class _Reader:
         value = operator.operands[position]
         atom = operator.equation.invars[position]
         if after.partial:
-            return value in self._zeros if value is not None else _is_zero_literal(atom)
+            return value in self._zeros if value is not None else is_zero_literal(atom)
         return value is not None
 
     def _branches(self, operator: Operator, forms: list[Layout]) -> list[Layout] | None:
@@ -405,8 +399,4 @@ class _Reader:
 
 def _is_each_its_own(operator: Operator) -> bool:
     """Whether result k is operand k, whatever the others are."""
-    return operator.primitive == "optimization_barrier"
-
-
-def _is_zero_literal(atom: object) -> bool:
-    return isinstance(atom, _compat.Literal) and not getattr(atom.val, "any", lambda: bool(atom.val))()
+    return operator.primitive == BARRIER

@@ -30,6 +30,7 @@ from autopar.graph.build import LoopKind
 from autopar.graph.fusion import Fusion, fuse
 from autopar.graph.gradients import gradient_values
 from autopar.graph.ir import FactorKind, Graph, Operator, Phase, Value
+from autopar.graph.zeros import zero_values
 
 COPY_WORTH_BYTES = 1 << 12
 """Below this size a second gather is cheaper than a node."""
@@ -131,16 +132,21 @@ def is_elementwise(operator: Operator, values: dict[int, Value]) -> bool:
     return bool(operator.results)
 
 
-def linear_values(graph: Graph) -> set[int]:
-    """Values that lie between a sum and an addition of two sums, by linear operators only (this level of the tree)."""
+def linear_values(graph: Graph, totals: frozenset[int] = frozenset()) -> set[int]:
+    """Values that lie between a sum and an addition of two sums, by linear operators only (this level of the tree).
+
+    ``totals`` are inputs that are sums already; what a loop adds up from zeros is one, and may leave the loop so.
+    """
     producer = {result: operator for operator in graph.operators for result in operator.results}
-    sums: set[int] = set()
+    zeros = zero_values(graph)
+    added_up = {operator.results[k] for operator in graph.operators for k in accumulating_carries(operator, zeros)}
+    sums = {*totals, *added_up}
     for operator in graph.operators:
         if any(factor.kind.leaves_sum for factor in operator.rule.factors) or (
             operator.linear and all(operand in sums for operand in operator.operands if operand is not None)
         ):
             sums.update(operator.results)
-    found: set[int] = set()
+    found = set(added_up)
     for operator in graph.operators:
         ranked = [operand for operand in operator.operands if operand is not None]
         if operator.linear and len(ranked) > 1 and operator.results[0] in sums:
@@ -150,9 +156,26 @@ def linear_values(graph: Graph) -> set[int]:
                 if value in found or value not in sums:
                     continue
                 found.add(value)
-                if producer[value].linear:
+                if value in producer and producer[value].linear:
                     stack.extend(operand for operand in producer[value].operands if operand is not None)
     return found
+
+
+def accumulating_carries(operator: Operator, zeros: frozenset[int]) -> list[int]:
+    """Carries of a scan that start from zeros and to which each trip only adds a sum."""
+    if operator.primitive != LoopKind.SCAN:
+        return []
+    (body,) = operator.bodies
+    consts, carries = _compat.scan_arity(operator.equation.params)
+    candidates = [k for k in range(carries) if operator.operands[consts + k] in zeros]
+    while candidates:
+        inputs = frozenset(body.inputs[consts + k] for k in candidates)
+        linear = linear_values(body, inputs)
+        kept = [k for k in candidates if body.outputs[k] in linear and body.inputs[consts + k] in linear]
+        if kept == candidates:
+            break
+        candidates = kept
+    return candidates
 
 
 def state_problem(
@@ -200,14 +223,15 @@ class _ProblemBuilder:
         if a != b:
             self._parent[max(a, b)] = min(a, b)
 
-    def add_level(self, graph: Graph, *, trips: int) -> None:
-        linear = linear_values(graph)
+    def add_level(self, graph: Graph, *, trips: int, totals: frozenset[int] = frozenset()) -> None:
+        linear = linear_values(graph, totals)
         self._partial |= linear
         alone = {*graph.inputs, *graph.constants, *linear, *self._separate}
         self._constants.update(graph.constants)
+        zeros = zero_values(graph)
         for operator in graph.operators:
             if operator.bodies:
-                self._add_loop(operator, trips)
+                self._add_loop(operator, trips, zeros)
             elif is_elementwise(operator, self._values) and not (operator.linear and operator.results[0] in linear):
                 self._follow(operator, alone, trips)
             else:
@@ -232,10 +256,13 @@ class _ProblemBuilder:
                 self.union(first, operand)
         self._followers.append((operator, trips))
 
-    def _add_loop(self, operator: Operator, trips: int) -> None:
+    def _add_loop(self, operator: Operator, trips: int, zeros: frozenset[int]) -> None:
+        added_up = accumulating_carries(operator, zeros)
         for body in operator.bodies:
+            first = _compat.scan_arity(operator.equation.params)[0] if added_up else 0
+            totals = frozenset(body.inputs[first + k] for k in added_up)
             self._inputs.update(body.inputs)
-            self.add_level(body, trips=trips * body.trips)
+            self.add_level(body, trips=trips * body.trips, totals=totals)
         for link in loop_links(operator):
             inner_trips = trips * operator.bodies[link.body].trips if link.inside else trips
             self._extra.append(

@@ -21,7 +21,7 @@ import numpy as np
 from autopar.cluster import Cluster, Mesh
 from autopar.cost_model.memory import predict_memory
 from autopar.cost_model.predict import predict
-from autopar.errors import PlanError
+from autopar.errors import BudgetError, PlanError
 from autopar.graph.ir import Graph
 from autopar.graph.moments import critical_moments
 from autopar.intra_op.alike import Quotient, merge_alike
@@ -70,6 +70,8 @@ class Task:
     restriction: Callable[[Mesh], Restriction]
     batch: tuple[int, ...] = ()
     """Input positions of batch leaves, after which the axis that cuts them is called; empty: names stay as they are."""
+    examples_dim: int = 0
+    """The dimension of batch leaves along which the examples lie."""
     solver_seconds: float = 60.0
     names: Mapping[int, str] | None = None
     report_progress: Callable[[str], None] = lambda message: None
@@ -95,6 +97,11 @@ class Found:
     options: tuple[int, ...]
     model: Model | None
 
+    @property
+    def is_squeezed(self) -> bool:
+        """Whether the memory budget kept the planner from the fastest plan."""
+        return self.model is None or bool(self.model.memory)
+
 
 def search(task: Task) -> Found:
     """The fastest stage over all meshes that keeps the budget.
@@ -102,7 +109,7 @@ def search(task: Task) -> Found:
     The meshes are solved without the budget first; in the order of those optima, which bound what a mesh can give,
     stages are completed and brought within the budget until the next bound cannot win any more.
 
-    Raises :class:`~autopar.errors.PlanError` when none keeps it, naming the largest tenants of the leanest plan.
+    Raises :class:`~autopar.errors.BudgetError` when none keeps it, naming the largest tenants of the leanest plan.
     """
     started = time.monotonic()
     problem = state_problem(task.graph, task.state_pairs, task.separate)
@@ -160,7 +167,7 @@ class _Best:
         if self._found is None:
             if self._leanest is None:
                 raise self.refusals[0]
-            raise PlanError(_over_budget_message(self._task, self._leanest))
+            raise BudgetError(_over_budget_message(self._task, self._leanest))
         tried = tuple(str(mesh) for mesh in self._task.meshes)
         return replace(self._found, solver=replace(self._found.solver, seconds=seconds, meshes_tried=tried))
 
@@ -296,9 +303,9 @@ def _within_budget(on_mesh: _OnMesh, optimum: Solution) -> tuple[Found, float]:
 
 def _called_after_batch(on_mesh: _OnMesh, found: Found) -> Found:
     """The same stage with the axis that cuts the batch called "data", as people expect; axes' names decide nothing."""
-    graph = on_mesh.task.graph
+    graph, dim = on_mesh.task.graph, on_mesh.task.examples_dim
     leaves = [graph.values[graph.inputs[position]] for position in on_mesh.task.batch]
-    cutting = [axis for leaf in leaves for axis in found.stage.home(leaf.id, len(leaf.shape)).dims[0]]
+    cutting = [axis for leaf in leaves for axis in found.stage.home(leaf.id, len(leaf.shape)).dims[dim]]
     if not cutting or "data" in cutting:
         return found
     exchanged = {"data": cutting[0], cutting[0]: "data"}

@@ -1,0 +1,373 @@
+"""Is a step that runs microbatch by microbatch the same step, and is what cannot be one refused by name?"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import autopar
+from autopar.errors import BudgetError, PlanError
+from autopar.graph.build import build_graph
+from autopar.graph.roles import Role, infer_roles
+from autopar.graph.tracing import trace
+from autopar.inter_op.accumulate import accumulated, folded_shape
+from autopar.inter_op.examples import CoupledBatchError, cut_dim, examples_of
+from benchmarks.models import FAMILIES, build
+from tests.toy_runs import eight_slow_devices, precision, run
+
+BATCH, WIDTH = 8, 6
+
+
+def parameters(rng: np.random.Generator) -> dict[str, Any]:
+    shapes = {"w": (WIDTH, WIDTH), "v": (WIDTH, WIDTH), "b": (WIDTH,)}
+    return {name: rng.normal(size=shape) for name, shape in shapes.items()}
+
+
+def examples(rng: np.random.Generator, size: int = BATCH) -> dict[str, Any]:
+    return {
+        "x": rng.normal(size=(size, WIDTH)),
+        "mask": (rng.random(size) < 0.7).astype(float) + 0.1,
+        "label": rng.integers(0, WIDTH, size),
+    }
+
+
+def hidden(state: Any, x: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ state["w"] + state["b"]) @ state["v"]
+
+
+def mean_loss(state: Any, batch: Any) -> jax.Array:
+    return jnp.mean((hidden(state, batch["x"]) - 1) ** 2)
+
+
+def sum_loss(state: Any, batch: Any) -> jax.Array:
+    return jnp.sum(hidden(state, batch["x"]) ** 2)
+
+
+def masked_mean(state: Any, batch: Any) -> jax.Array:
+    """The weight total is non-linear in a sum over the batch, but follows from the batch alone."""
+    per_example = jnp.sum(hidden(state, batch["x"]) ** 2, axis=-1)
+    return jnp.sum(per_example * batch["mask"]) / jnp.sum(batch["mask"])
+
+
+def cross_entropy(state: Any, batch: Any) -> jax.Array:
+    logits = hidden(state, batch["x"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+
+
+def with_positions(state: Any, batch: Any) -> jax.Array:
+    """Constants along the batch are cut with it."""
+    weight = jnp.arange(batch["x"].shape[0]) + 1.0
+    fixed = jnp.asarray(np.linspace(0, 1, batch["x"].shape[0]))
+    return jnp.sum(hidden(state, batch["x"]).sum(axis=-1) * weight * fixed)
+
+
+def with_dropout(state: Any, batch: Any) -> jax.Array:
+    kept = jax.random.bernoulli(jax.random.key(3), 0.5, batch["x"].shape)
+    return jnp.mean(jnp.where(kept, hidden(state, batch["x"]), 0.0) ** 2)
+
+
+def with_tied_weights(state: Any, batch: Any) -> jax.Array:
+    embedded = state["w"][batch["label"]]
+    return optax.softmax_cross_entropy_with_integer_labels(embedded @ state["w"].T, batch["label"]).mean()
+
+
+def scanned(state: Any, batch: Any) -> jax.Array:
+    layers = jnp.stack([state["w"], state["v"]])
+    out, kept = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), jnp.mean(x**2)), batch["x"], layers)
+    return jnp.mean(out**2)
+
+
+def rematerialised(state: Any, batch: Any) -> jax.Array:
+    return jnp.mean(jax.checkpoint(hidden)(state, batch["x"]) ** 2)
+
+
+def with_transposed_batch(state: Any, batch: Any) -> jax.Array:
+    return jnp.mean((hidden(state, batch["x"]).T.reshape(WIDTH, -1) * batch["mask"]) ** 2)
+
+
+LOSSES = (
+    mean_loss,
+    sum_loss,
+    masked_mean,
+    cross_entropy,
+    with_positions,
+    with_dropout,
+    with_tied_weights,
+    scanned,
+    rematerialised,
+    with_transposed_batch,
+)
+
+
+def batch_normalised(state: Any, batch: Any) -> jax.Array:
+    y = hidden(state, batch["x"])
+    return jnp.mean(((y - y.mean(axis=0)) / jnp.sqrt(y.var(axis=0) + 1e-3) * state["b"]) ** 4)
+
+
+def contrastive(state: Any, batch: Any) -> jax.Array:
+    y = hidden(state, batch["x"])
+    return -jnp.mean(jnp.diag(jax.nn.log_softmax(y @ y.T)))
+
+
+def capacity_routed(state: Any, batch: Any) -> jax.Array:
+    """Who comes first in the batch gets the seat."""
+    y = hidden(state, batch["x"])
+    place = jnp.cumsum(jax.nn.one_hot(y.argmax(axis=-1), WIDTH), axis=0)
+    return jnp.mean(jnp.where(place.max(axis=-1, keepdims=True) <= 3, y, 0.0) ** 2)
+
+
+def reversed_neighbours(state: Any, batch: Any) -> jax.Array:
+    y = hidden(state, batch["x"])
+    return jnp.mean((y @ state["v"] - y[::-1]) ** 2)
+
+
+COUPLED = (batch_normalised, contrastive, capacity_routed, reversed_neighbours)
+
+
+def step_of(loss: Any) -> Any:
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+
+    def step(state: Any, batch: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss)(state["params"], batch)
+        updates, moments = optimizer.update(gradients, state["moments"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "moments": moments}, {
+            "loss": value,
+            "norm": optax.tree.norm(gradients),
+        }
+
+    step.__name__ = loss.__name__
+    return step
+
+
+def first_state() -> Any:
+    params = jax.tree.map(jnp.asarray, parameters(np.random.default_rng(0)))
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+    return {"params": params, "moments": optimizer.init(params)}
+
+
+def same(ours: Any, theirs: Any) -> None:
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12, err_msg=jax.tree_util.keystr(path))
+
+
+# --- the program, on one device ---------------------------------------------------------------------------------------
+
+
+def in_microbatches(step: Any, state: Any, batch: Any, count: int) -> Any:
+    """The rewritten program's results."""
+    program = trace(step, (state, batch))
+    roles = infer_roles(program)
+    batch_leaves = roles.leaves(Role.BATCH)
+    graph = build_graph(program.jaxpr, platform="cpu")
+    rewritten = accumulated(program, examples_of(graph, batch_leaves, roles.leaves(Role.STATE), count), batch_leaves)
+    leaves = [*jax.tree.leaves((state, batch)), *program.hidden]
+    for position in batch_leaves:
+        leaves[position] = np.reshape(leaves[position], folded_shape(np.shape(leaves[position]), count))
+    return jax.tree.unflatten(program.out_tree, jax.jit(jax.extend.core.jaxpr_as_fun(rewritten.jaxpr))(*leaves))
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+def test_microbatches_give_the_numbers_of_the_whole_batch(loss: Any, count: int) -> None:
+    with precision(jnp.float64):
+        step, state, batch = step_of(loss), first_state(), examples(np.random.default_rng(1))
+        same(in_microbatches(step, state, batch, count), jax.jit(step)(state, batch))
+
+
+@pytest.mark.parametrize("loss", COUPLED, ids=lambda loss: loss.__name__)
+def test_coupled_examples_are_refused_with_the_line(loss: Any) -> None:
+    with precision(jnp.float64):
+        step = autopar.parallelize(num_microbatches=2, cluster=eight_slow_devices())(step_of(loss))
+        with pytest.raises(CoupledBatchError, match=r"cannot be cut into microbatches: \w+ at .*test_microbatches.py:\d+"):
+            step.plan(first_state(), examples(np.random.default_rng(1)))
+
+
+def test_batch_norm_of_flax_is_refused() -> None:
+    model = nn.Sequential([nn.Dense(WIDTH), nn.BatchNorm(use_running_average=False), nn.Dense(WIDTH)])
+    variables = model.init(jax.random.key(0), jnp.zeros((BATCH, WIDTH)))
+
+    def step(state: Any, batch: Any) -> Any:
+        def loss(params: Any) -> Any:
+            out, changed = model.apply({**state, "params": params}, batch["x"], mutable=["batch_stats"])
+            return jnp.mean(out**2), changed
+
+        gradients, changed = jax.grad(loss, has_aux=True)(state["params"])
+        return {"params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], gradients), **changed}, {}
+
+    batch = {"x": np.ones((BATCH, WIDTH), np.float32)}
+    with pytest.raises(CoupledBatchError, match="depends on all examples"):
+        autopar.parallelize(step, num_microbatches=2, cluster=eight_slow_devices()).plan(variables, batch)
+
+
+def test_what_each_example_yields_comes_back_in_order() -> None:
+    def step(state: Any, batch: Any) -> Any:
+        y = hidden(state, batch["x"])
+        return jax.tree.map(lambda p: p * 0.9, state), {"each": y.sum(axis=-1), "flipped": y.T, "sorted": jnp.sort(y[:, 0])}
+
+    with precision(jnp.float64):
+        state, batch = parameters(np.random.default_rng(0)), examples(np.random.default_rng(1))
+        same(in_microbatches(step, state, batch, 4), jax.jit(step)(state, batch))
+
+
+@given(st.sampled_from(LOSSES), st.integers(0, BATCH - 1), st.integers(0, 2**31))
+def test_pieces_change_only_with_their_own_examples(loss: Any, example: int, seed: int) -> None:
+    """Perturb one example: of a value that is said to be cut, only that example's part may change."""
+    with precision(jnp.float64):
+        rng = np.random.default_rng(seed)
+        state, batch = parameters(rng), examples(rng)
+        other = jax.tree.map(np.copy, batch)
+        for name, fresh in examples(rng).items():
+            other[name][example] = fresh[example]
+        # As in a step, the weight total is not the concern of a piece: it is computed before.
+        other["mask"][example] = batch["mask"][example]
+        program = trace(jax.grad(loss), (state, batch))
+        graph = build_graph(program.jaxpr, platform="cpu")
+        inputs = [path.startswith("batch") for path in program.in_paths]
+        batch_leaves = [position for position, is_batch in enumerate(inputs) if is_batch]
+        found = examples_of(graph, batch_leaves, [p for p, is_batch in enumerate(inputs) if not is_batch], BATCH)
+        values = [every_value(graph, [*jax.tree.leaves((state, one)), *program.hidden]) for one in (batch, other)]
+        for value, form in found.level.forms.items():
+            if value not in values[0] or jax.dtypes.issubdtype(values[0][value].dtype, jax.dtypes.prng_key):
+                continue
+            before, after = (np.asarray(one[value]) for one in values)
+            dim = cut_dim(form)
+            if dim is None and not form.partial:
+                np.testing.assert_array_equal(before, after)
+            elif dim is not None:
+                pieces = zip(np.split(before, BATCH, axis=dim), np.split(after, BATCH, axis=dim), strict=True)
+                for number, (one, two) in enumerate(pieces):
+                    if number != example:
+                        np.testing.assert_array_equal(one, two)
+
+
+def every_value(graph: Any, leaves: list[Any]) -> dict[int, Any]:
+    """Every value of the top level, computed as it is written."""
+    from autopar import _compat
+
+    known = dict(zip(graph.inputs, map(jnp.asarray, leaves), strict=True))
+    for operator in graph.operators:
+        operands = [
+            jnp.asarray(atom.val, atom.aval.dtype) if value is None else known[value]
+            for value, atom in zip(operator.operands, operator.equation.invars, strict=True)
+        ]
+        known.update(zip(operator.results, _compat.evaluate(operator.equation, operands), strict=True))
+    return known
+
+
+# --- the plan, on eight devices ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "count"),
+    [("gpt", "auto", 2), ("gpt_scan", "zero3", 4), ("mlp_nnx", "tensor_parallel", 4), ("llama_nnx", "auto", 2)],
+)
+def test_models_keep_their_numbers(name: str, method: str, count: int) -> None:
+    check_model(name, method, count)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("method", ["auto", "data_parallel", "zero2", "zero3", "tensor_parallel"])
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_every_model_keeps_its_numbers(name: str, method: str, count: int) -> None:
+    check_model(name, method, count)
+
+
+def check_model(name: str, method: str, count: int) -> None:
+    with precision(jnp.float64):
+        model = build(name, dtype=jnp.float64)
+        expected = run(model, jax.jit(model.train_step), jax.jit(model.make_state)(), 3)
+        step = autopar.parallelize(
+            model.train_step, method=method, num_microbatches=count, cluster=eight_slow_devices()
+        )
+        state = step.init(model.make_state, model.abstract_batch())
+        found = run(model, step, state, 3)
+        assert step.last.plan.num_microbatches == count
+        for ours, theirs in zip(found.metrics, expected.metrics, strict=True):
+            for path, value in theirs.items():
+                np.testing.assert_allclose(ours[path], value, rtol=1e-9, err_msg=path)
+        for path, value in expected.state.items():
+            if value.dtype.kind == "f":
+                np.testing.assert_allclose(found.state[path], value, rtol=1e-9, atol=1e-12, err_msg=path)
+
+
+def test_gradients_are_reduced_once_per_step() -> None:
+    model = build("mlp_nnx", "bench")
+    step = autopar.parallelize(model.train_step, method="data_parallel", num_microbatches=4)
+    text = step.compile(model.abstract_state(), model.abstract_batch()).as_text()
+    bodies = re.findall(r"^%?(\S*(?:body|region)\S*) .*?^}", text, flags=re.M | re.S)
+    assert bodies
+    entry = text[text.index("\nENTRY") :]
+    inside = text[: text.index("\nENTRY")]
+    big = [shape for shape in re.findall(r"f32\[([\d,]+)\][^=\n]*all-reduce(?:-start)?\(", inside)]
+    assert not [shape for shape in big if np.prod([int(n) for n in shape.split(",")]) > 1000], big
+    assert "all-reduce" in entry
+
+
+def test_memory_asks_for_microbatches() -> None:
+    model = build("gpt", "bench")
+    arguments = model.abstract_state(), model.abstract_batch()
+    cluster = eight_slow_devices()
+    whole = autopar.parallelize(model.train_step, cluster=cluster, num_microbatches=1)
+    fastest = whole.plan(*arguments)
+    assert autopar.parallelize(model.train_step, cluster=cluster).plan(*arguments).num_microbatches == 1
+    leanest = least_budget(whole, arguments, fastest.peak_bytes)
+    budget = int(0.9 * leanest)
+    step = autopar.parallelize(model.train_step, cluster=cluster, memory_per_device=budget)
+    compiled = step.compile(*arguments)
+    assert compiled.plan.num_microbatches > 1
+    analysis = compiled.memory_analysis()
+    needed = (
+        analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+        + analysis.temp_size_in_bytes
+    )
+    assert needed <= budget
+    assert "microbatches" in str(autopar.explain(step, *arguments))
+
+
+def least_budget(step: Any, arguments: Any, most: int) -> int:
+    """About the least memory that a plan of the whole batch keeps."""
+    kept, refused = most, 0
+    for _ in range(4):
+        budget = (kept + refused) // 2
+        try:
+            autopar.parallelize(
+                step.__wrapped__, cluster=step.cluster, num_microbatches=1, memory_per_device=budget
+            ).plan(*arguments)
+            kept = budget
+        except BudgetError:
+            refused = budget
+    return refused
+
+
+@pytest.mark.parametrize(("count", "message"), [(3, "does not divide"), (0, "integer of 1"), (True, "integer of 1")])
+def test_impossible_counts_are_refused(count: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        autopar.parallelize(step_of(mean_loss), num_microbatches=count).plan(
+            first_state(), examples(np.random.default_rng(1))
+        )
+
+
+def test_a_plan_with_microbatches_is_saved_and_used(tmp_path: Any) -> None:
+    model = build("mlp_nnx", "toy")
+    step = autopar.parallelize(model.train_step, num_microbatches=2, cluster=eight_slow_devices())
+    plan = step.plan(model.abstract_state(), model.abstract_batch())
+    plan.save(tmp_path / "plan.json")
+    other = autopar.parallelize(model.train_step, cluster=eight_slow_devices())
+    other.use(autopar.Plan.load(tmp_path / "plan.json"))
+    state, batch = jax.jit(model.make_state)(), model.make_batch(model.batch_size)
+    _, metrics = other(state, batch)
+    assert other.last.plan.num_microbatches == 2
+    _, expected = jax.jit(model.train_step)(jax.jit(model.make_state)(), batch)
+    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-5)
