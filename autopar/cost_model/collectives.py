@@ -149,6 +149,31 @@ def axes_groups(mesh: Mesh, axes: tuple[str, ...]) -> Groups:
     return tuple(tuple(base + offset for offset in inner) for base in outer)
 
 
+def mesh_axes_of(groups: Iterable[tuple[int, ...]], mesh: Mesh) -> tuple[str, ...] | None:
+    """The mesh axes, in mesh order, over which groups of device ids talk; None if they are not the groups of any axes.
+
+    Axes of size 1 are never named.  Source and target pairs of a permute: see :func:`permute_axes_of`.
+    """
+    wanted = {frozenset(group) for group in groups}
+    names = [name for name in mesh.axis_names if mesh.axis_size(name) > 1]
+    for count in range(len(names) + 1):
+        for axes in itertools.combinations(names, count):
+            if wanted == {frozenset(group) for group in axes_groups(mesh, axes)}:
+                return axes
+    return None
+
+
+def permute_axes_of(pairs: Iterable[tuple[int, ...]], mesh: Mesh) -> tuple[str, ...]:
+    """The mesh axes, in mesh order, along which some source and its target differ."""
+    different = set()
+    for source, target in pairs:
+        for name in mesh.axis_names:
+            stride, size = mesh.stride(name), mesh.axis_size(name)
+            if source // stride % size != target // stride % size:
+                different.add(name)
+    return tuple(name for name in mesh.axis_names if name in different)
+
+
 @cache
 def group_cost(groups: Groups, cluster: Cluster, kind: Collective = Collective.ALL_REDUCE) -> GroupCost:
     """The price of a collective of ``kind`` in all ``groups`` at once; errors as :func:`group_seconds`."""
