@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="autopar", description="Plans of parallel train steps, checked and measured.")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     _add_verify(commands.add_parser("verify-plan", help="does a step compile to what its plan predicts?"))
+    _add_profile(commands.add_parser("profile", help="measure the devices at hand for the cost model"))
     return parser
 
 
@@ -94,6 +95,47 @@ def _verify(given: argparse.Namespace) -> int:
     console = Console()
     console.print(found) if console.is_terminal else print(found)
     return OK if found.agrees else DIFFERENT
+
+
+# ------------------------------------------------------------------------------------------------------------- profile
+
+
+def _add_profile(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Measure collectives, matrix products and elementwise kernels on the devices of this machine, all at once, and "
+        "store them where Cluster.local() finds them. Run it while the machine does nothing else."
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where to (default: the user's cache directory)")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and runs, for a first impression")
+    parser.add_argument("--devices", type=_count, help="virtual CPU devices (default: what the environment says)")
+    parser.set_defaults(command=_profile)
+
+
+def _profile(given: argparse.Namespace) -> int:
+    _make_devices(given.devices)
+    from rich.console import Console
+    from rich.table import Table
+
+    from autopar.measure import FULL, QUICK, measure, profile_rows
+    from autopar.profile_file import default_path, save_profile
+    from autopar.progress import Progress
+
+    with Progress("profile") as progress:
+        profile = measure(QUICK if given.quick else FULL, progress.say)
+    path = given.out or default_path(profile.platform, profile.device_kind, profile.num_devices)
+    save_profile(profile, path)
+    table = Table(title=f"{profile.num_devices} × {profile.device_kind}, {profile.machine}")
+    table.add_column("what")
+    table.add_column("at least", justify="right")
+    table.add_column("rate of the largest", justify="right")
+    for row in profile_rows(profile):
+        table.add_row(*row)
+    Console().print(table)
+    print(f"written to {path}")
+    return OK
+
+
+# ------------------------------------------------------------------------------------------------------ what was given
 
 
 def _mesh(text: str) -> tuple[int, ...]:
