@@ -112,6 +112,8 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
 
 
 def _profile(given: argparse.Namespace) -> int:
+    if given.out is not None and given.out.is_dir():
+        raise _InputError(f"--out {given.out} is a directory; name a file in it")
     _make_devices(given.devices)
     from rich.console import Console
     from rich.table import Table

@@ -59,14 +59,14 @@ class Effort:
 
 FULL = Effort(
     full_bytes=tuple(1 << power for power in (10, 12, 14, 16, 18, 20, 22, 24, 25)),
-    sides=(32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
+    sides=(8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
     dtypes=("float32", "bfloat16", "float64"),
     array_bytes=tuple(1 << power for power in (10, 12, 14, 16, 18, 20, 22, 24)),
     seconds=0.6,
 )
 QUICK = Effort(
     full_bytes=tuple(1 << power for power in (12, 16, 20, 23)),
-    sides=(64, 256, 512),
+    sides=(8, 64, 256, 512),
     dtypes=("float32",),
     array_bytes=tuple(1 << power for power in (12, 16, 20, 23)),
     seconds=0.1,

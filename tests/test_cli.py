@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from autopar import measure
 from autopar.cli import BAD_INPUT, DIFFERENT, OK, main
+from autopar.cluster import Cluster
 from autopar.explain import verification
+from autopar.profile_file import default_path, load_profile
 from tests import verify_cases
 
 ROOT = Path(__file__).parent.parent
@@ -122,3 +125,26 @@ def test_a_cluster_file_and_a_plan_file(tmp_path: Path, capsys: pytest.CaptureFi
     cluster.write_text(json.dumps(stored))
     assert main(["verify-plan", "tests.verify_cases:decorated", *options]) == BAD_INPUT
     assert "hosts" in capsys.readouterr().err
+
+
+def test_profile_measures_and_stores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    least = measure.Effort((1 << 12,), (16,), ("float32",), (1 << 12,), seconds=0.0, least_runs=1)
+    monkeypatch.setattr(measure, "QUICK", least)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["profile", "--quick", "--out", str(tmp_path / "mine.json")]) == OK
+    assert "all-reduce among 8" in capsys.readouterr().out
+    assert Cluster.local(profile=tmp_path / "mine.json").profile == load_profile(tmp_path / "mine.json")
+    assert main(["profile", "--quick"]) == OK
+    stored = default_path("cpu", "cpu", 8)
+    assert f"written to {stored}" in capsys.readouterr().out.replace("\n", "")
+    assert load_profile(stored).num_devices == 8
+
+
+def test_a_profile_that_cannot_be_stored_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(measure, "measure", lambda *_: pytest.fail("measured"))
+    assert main(["profile", "--out", str(tmp_path)]) == BAD_INPUT
+    assert "is a directory" in capsys.readouterr().err
