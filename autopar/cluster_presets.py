@@ -8,7 +8,8 @@ with one share per kind of figure, the same for all vendors (the constants below
 measurements: a plan depends on the *ratios* of compute, memory and links, which the data sheets give.  Data sheets
 count both directions of a link; ``Link.bytes_per_second`` is one direction, so they are halved first.
 
-For virtual CPU devices there is no data sheet: the figures were measured with ``benchmarks/measure_local.py``.
+For virtual CPU devices there is no data sheet: the figures were measured with ``benchmarks/measure_local.py``;
+a profile (:mod:`autopar.measure`) of the machine at hand is better.
 """
 
 from __future__ import annotations

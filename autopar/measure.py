@@ -35,6 +35,8 @@ from autopar.profile_file import machine_name
 
 CHAIN = 9
 KERNELS_OF_A_TRIP = 3
+LEAST_TRIPS, MOST_TRIPS, MOST_LOOPED_BYTES = 32, 512, 1 << 28
+"""Of a loop: enough for its trips to outweigh the call, which allocates the result anew; few enough to end soon."""
 _SPEC = PartitionSpec(("other", "group"))
 
 
@@ -70,7 +72,6 @@ QUICK = Effort(
     dtypes=("float32",),
     array_bytes=tuple(1 << power for power in (12, 16, 20, 23)),
     seconds=0.1,
-    least_runs=3,
 )
 
 
@@ -141,12 +142,12 @@ class _Bench:
 
     def elementwise(self) -> Curve:
         """``x · a + b``: one array read, one written."""
-        single = self._trip_seconds(1, trips=512)
+        single = self._trip_seconds(1, MOST_TRIPS)
         samples = {8.0: single / KERNELS_OF_A_TRIP}
         counter = single * (KERNELS_OF_A_TRIP - 1) / KERNELS_OF_A_TRIP
         for array_bytes in self._effort.array_bytes:
             self._say(f"elementwise kernels over {array_bytes >> 10} KiB")
-            trips = int(min(max((1 << 24) // array_bytes, CHAIN), 512))
+            trips = min(max(MOST_LOOPED_BYTES // array_bytes, LEAST_TRIPS), MOST_TRIPS)
             trip = self._trip_seconds(array_bytes // 4, trips)
             samples[2.0 * array_bytes] = max(trip - counter, single / KERNELS_OF_A_TRIP)
         return _curve(samples)
