@@ -4,7 +4,9 @@ from autopar.api import Compiled, Parallelized, parallelize
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, ClusterError, PlanError, TraceError
 from autopar.explain import Explanation, explain
+from autopar.explain.verification import Verification
 from autopar.plan import Plan
+from autopar.verify import verify_plan
 
 __version__ = "0.1.0"
 
@@ -18,6 +20,8 @@ __all__ = [
     "Plan",
     "PlanError",
     "TraceError",
+    "Verification",
     "explain",
     "parallelize",
+    "verify_plan",
 ]

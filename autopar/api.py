@@ -179,6 +179,10 @@ class Parallelized:
             progress.say("compiling the initialiser")
             return _born_sharded(traced, layouts, plan, self.cluster)
 
+    def with_options(self, **options: Any) -> Parallelized:
+        """The same function with some options of :func:`parallelize` changed; it plans and compiles for itself."""
+        return Parallelized(self._function, _read_options(options, self._options))
+
     # ----------------------------------------------------------------------------------------------------- inspecting
 
     @property
@@ -461,7 +465,7 @@ def parallelize(function: Callable[..., Any] | None = None, /, **options: Any) -
         return lambda decorated: parallelize(decorated, **options)
     if isinstance(function, Parallelized):
         return function
-    return Parallelized(function, _read_options(options)) if options else Parallelized(function, Options())
+    return Parallelized(function, _read_options(options, Options()))
 
 
 def _sizes(mesh_shape: Any) -> tuple[int, ...]:
@@ -472,7 +476,8 @@ def _sizes(mesh_shape: Any) -> tuple[int, ...]:
         raise PlanError(f"mesh_shape={mesh_shape!r} is no tuple of integers; write for example (2, 4)") from None
 
 
-def _read_options(given: dict[str, Any]) -> Options:
+def _read_options(given: dict[str, Any], known_options: Options) -> Options:
+    """The options with those given changed."""
     known = ("method", "memory_per_device", "mesh_shape", "constraints", "solver_seconds", "num_microbatches")
     others = ("cluster", "static_argnums", "static_argnames", "batch_argnums", "state_argnums")
     every = (*known, *others, "donate_argnums", "user_shardings")
@@ -485,16 +490,16 @@ def _read_options(given: dict[str, Any]) -> Options:
         raise PlanError(f"num_microbatches={count!r} is no number of microbatches; give an integer of 1 or more")
     if "mesh_shape" in demands:
         demands["mesh_shape"] = _sizes(demands["mesh_shape"])
-    donate = given.get("donate_argnums", "auto")
-    if donate not in ("auto", ()):
+    if "donate_argnums" in given:
+        demands["donate_state"] = given["donate_argnums"] == "auto"
+    if given.get("donate_argnums", "auto") not in ("auto", ()):
         raise PlanError(
             'donate_argnums is "auto" (the state is donated) or () (nothing is); other arguments stay yours'
         )
-    return Options(
-        demands=Demands(
-            **demands,
-            donate_state=donate == "auto",
-            user_shardings=UserShardings.of(given.get("user_shardings", UserShardings.RESPECT)),
-        ),
+    if "user_shardings" in given:
+        demands["user_shardings"] = UserShardings.of(given["user_shardings"])
+    return replace(
+        known_options,
+        demands=replace(known_options.demands, **demands),
         **{name: given[name] for name in others if name in given},
     )

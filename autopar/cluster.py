@@ -10,7 +10,9 @@ and ``shared_by`` says how many devices of one host compete for that β when all
 card shared by the eight devices of a host has ``shared_by=8``; NVLink ports of one's own have 1).  So device ``d``
 uses link number ``(d mod devices_per_host) // shared_by`` of its host.
 
-This file imports nothing of ours but the error type, and nothing of JAX at module level: a description needs no
+A cluster may carry a :class:`~autopar.profile.Profile`: what was measured then goes before α, β and FLOP/s.
+
+This file imports nothing of ours but the profile and the error type, and nothing of JAX at module level: a description needs no
 devices.  The figures of known hardware are in :mod:`autopar.cluster_presets`.
 """
 
@@ -27,6 +29,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from autopar.errors import ClusterError
+from autopar.profile import Profile
 
 _FILE_FORMAT = "autopar-cluster"
 _FILE_VERSION = 1
@@ -197,10 +200,13 @@ class Cluster:
     network_link: Link
     compute_shared_by: int = 1
     notes: str = field(default="", compare=False)
+    profile: Profile | None = None
 
     def __post_init__(self) -> None:
         for count in ("hosts", "devices_per_host", "compute_shared_by"):
             _check_count(f"{count} of cluster {self.name!r}", getattr(self, count))
+        if self.profile is not None:
+            _check_profile(self.profile, self.name, self.device.platform, self.devices_per_host)
         for part, kind in (("device", DeviceKind), ("local_link", Link), ("network_link", Link)):
             if not isinstance(getattr(self, part), kind):
                 raise ClusterError(
@@ -219,6 +225,7 @@ class Cluster:
                 self.local_link.bytes_per_second,
                 self.network_link.bytes_per_second,
                 self.device.memory_bytes,
+                self.profile,
             )
         )
 
@@ -271,15 +278,30 @@ class Cluster:
             changes["device"] = dataclasses.replace(device, memory_bytes=memory_bytes)
         return dataclasses.replace(self, **changes)
 
+    def with_profile(self, profile: Profile | str | Path | None) -> Cluster:
+        """This cluster priced by what was measured (a profile or its file), or by its plain figures for None.
+
+        Collectives within a host, matrix products and elementwise kernels take their seconds from the profile; what it does
+        not hold keeps its analytic price.  Raises ``ClusterError`` if the profile cannot be read, or is of another platform
+        or of another number of devices than a host of this cluster has.
+        """
+        if profile is not None and not isinstance(profile, Profile):
+            from autopar.profile_file import load_profile
+
+            profile = load_profile(profile)
+        return dataclasses.replace(self, profile=profile)
+
     @classmethod
-    def local(cls, devices: Sequence[Any] | None = None) -> Cluster:
+    def local(cls, devices: Sequence[Any] | None = None, *, profile: Profile | str | Path | None = "auto") -> Cluster:
         """The devices of this program, or the given ``jax.Device``s; imports JAX.
 
+        ``profile`` is one, or its file, or ``"auto"``: the one that ``autopar profile`` left for these devices, if any (in a
+        program of several processes none, for all must plan alike); None keeps the plain figures.
         See :func:`autopar.cluster_presets.local_cluster` for what is found out, what is assumed, and the errors.
         """
         from autopar.cluster_presets import local_cluster
 
-        return local_cluster(devices)
+        return local_cluster(devices, profile)
 
     @classmethod
     def preset(cls, name: str, hosts: int = 1) -> Cluster:
@@ -305,8 +327,26 @@ class Cluster:
         return _read_cluster(Path(path))
 
     def to_file(self, path: str | Path) -> None:
-        """Write this cluster as versioned JSON; raises ``ClusterError`` if the file cannot be written."""
+        """Write this cluster as versioned JSON, without its profile, which is a file of its own.
+
+        Raises ``ClusterError`` if the file cannot be written.
+        """
         _write_cluster(self, Path(path))
+
+
+def _check_profile(profile: object, name: str, platform: Platform, devices_per_host: int) -> None:
+    if not isinstance(profile, Profile):
+        raise ClusterError(f"profile of cluster {name!r} is {profile!r}; give a Profile, or use with_profile")
+    if profile.platform != platform.value:
+        raise ClusterError(
+            f"the profile was measured on {profile.platform}, the devices of cluster {name!r} are {platform.value}; "
+            "measure on such devices, or leave the profile out (profile=None)"
+        )
+    if profile.num_devices != devices_per_host:
+        raise ClusterError(
+            f"the profile was measured on {profile.num_devices} devices at once, a host of cluster {name!r} has "
+            f"{devices_per_host}; measure with as many, or leave the profile out (profile=None)"
+        )
 
 
 def _ordered_factorizations(number: int, max_factors: int) -> Iterator[tuple[int, ...]]:

@@ -8,7 +8,8 @@ with one share per kind of figure, the same for all vendors (the constants below
 measurements: a plan depends on the *ratios* of compute, memory and links, which the data sheets give.  Data sheets
 count both directions of a link; ``Link.bytes_per_second`` is one direction, so they are halved first.
 
-For virtual CPU devices there is no data sheet: the figures were measured with ``benchmarks/measure_local.py``.
+For virtual CPU devices there is no data sheet: the figures were measured with ``benchmarks/measure_local.py``;
+a profile (:mod:`autopar.measure`) of the machine at hand is better.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from typing import Any
 
 from autopar.cluster import Cluster, DeviceKind, Link, Platform
 from autopar.errors import ClusterError
+from autopar.profile import Profile
+from autopar.profile_file import find_profile
 
 TERA = 1e12
 GIGA = 1e9
@@ -298,7 +301,10 @@ def preset_cluster(name: str, hosts: int) -> Cluster:
     return preset.cluster.replace(hosts=hosts)
 
 
-def local_cluster(devices: Sequence[Any] | None = None) -> Cluster:
+AUTO_PROFILE = "auto"
+
+
+def local_cluster(devices: Sequence[Any] | None = None, profile: Profile | str | Path | None = AUTO_PROFILE) -> Cluster:
     """The devices of this program as a cluster; imports JAX, and starts its backend if no devices are given.
 
     Every process is taken for one host (``process_index``), and device ids of the cluster number the devices in the
@@ -309,6 +315,7 @@ def local_cluster(devices: Sequence[Any] | None = None) -> Cluster:
     * Virtual CPU devices share the machine (``compute_shared_by``): memory is the physical memory (or the limit of
       the control group), compute and bandwidth are measured figures per core times the cores that this process may
       use.  Processes are taken to run on a machine each.
+    * ``profile`` as in :meth:`Cluster.local`.
 
     Raises ``ClusterError`` for no devices, mixed or unknown kinds, or hosts of unequal size.
     """
@@ -331,8 +338,14 @@ def local_cluster(devices: Sequence[Any] | None = None) -> Cluster:
         raise ClusterError("the devices of different processes alternate; order them by process_index")
     platform, kind = next(iter(kinds))
     if platform == "cpu":
-        return _cpu_cluster(hosts, devices_per_host)
-    return _accelerator_cluster(kind, devices, hosts, jax.process_index())
+        cluster = _cpu_cluster(hosts, devices_per_host)
+    else:
+        cluster = _accelerator_cluster(kind, devices, hosts, jax.process_index())
+    if profile != AUTO_PROFILE:
+        return cluster.with_profile(profile)
+    if jax.process_count() > 1:
+        return cluster
+    return cluster.with_profile(find_profile(cluster.device.platform.value, kind, devices_per_host))
 
 
 def _accelerator_cluster(kind: str, devices: Sequence[Any], hosts: int, this_process: int) -> Cluster:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["AUTOPAR_PROFILE"] = "none"  # what was measured on this machine is no part of a test
 _DEVICES_FLAG = "--xla_force_host_platform_device_count="
 os.environ["XLA_FLAGS"] = " ".join(
     [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICES_FLAG)]

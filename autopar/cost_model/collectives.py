@@ -28,6 +28,9 @@ are counted.
 *Latency.*  A ring passes on ``n-1`` times per pass: the edges of the ring but one (the cheapest), each with the α of
 its level.  An all-to-all pays the α of every other member, a permute the largest α of its messages.
 
+*Measured.*  Where the cluster carries a profile, a collective whose groups each lie on one host takes its seconds from
+the curve of its kind and group size at ``W`` instead.
+
 Groups of one device cost nothing.  Not modelled: trees, in-network reduction, the torus of TPUs, and contention
 between different collectives.
 """
@@ -43,6 +46,7 @@ from functools import cache
 
 from autopar.cluster import Cluster, Link, Mesh
 from autopar.errors import ClusterError
+from autopar.profile import Curve
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -59,10 +63,20 @@ class Collective(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GroupCost:
-    """Price of one kind of collective over given groups: ``latency_seconds + wire_bytes · seconds_per_wire_byte``."""
+    """Price of one kind of collective over given groups: ``latency_seconds + wire_bytes · seconds_per_wire_byte``.
+
+    With a measured ``curve`` that decides, and the two numbers are its ends.
+    """
 
     latency_seconds: float
     seconds_per_wire_byte: float
+    curve: Curve | None = None
+
+    def seconds(self, sent_bytes: float) -> float:
+        """Seconds when each device sends so many bytes."""
+        if self.curve is not None:
+            return self.curve.at(sent_bytes)
+        return self.latency_seconds + sent_bytes * self.seconds_per_wire_byte
 
 
 @dataclass
@@ -105,11 +119,12 @@ def collective_seconds(
 ) -> float:
     """Seconds of one collective over ``axes`` of a mesh on the cluster's first ``mesh.size`` devices.
 
-    Affine in ``full_bytes`` (see the module docstring).  Over no axes, or axes of size 1, it is free.
+    Affine in ``full_bytes``, or piecewise linear where measured (see the module docstring).
+    Over no axes, or axes of size 1, it is free.
     Raises ``ClusterError`` for unknown axes, a mesh larger than the cluster, or negative bytes.
     """
-    group_size, cost = _axes_cost(kind, axes, mesh, cluster)
-    return cost.latency_seconds + wire_bytes(kind, full_bytes, group_size) * cost.seconds_per_wire_byte
+    group_size, cost = axes_cost(kind, axes, mesh, cluster)
+    return cost.seconds(wire_bytes(kind, full_bytes, group_size))
 
 
 def group_seconds(kind: Collective, full_bytes: float, groups: Groups, cluster: Cluster) -> float:
@@ -119,7 +134,7 @@ def group_seconds(kind: Collective, full_bytes: float, groups: Groups, cluster: 
     :func:`permute_seconds`.  Raises ``ClusterError`` for groups that overlap, differ in size, or leave the cluster.
     """
     cost = group_cost(groups, cluster, kind)
-    return cost.latency_seconds + wire_bytes(kind, full_bytes, len(groups[0])) * cost.seconds_per_wire_byte
+    return cost.seconds(wire_bytes(kind, full_bytes, len(groups[0])))
 
 
 def permute_seconds(message_bytes: float, pairs: tuple[tuple[int, int], ...], cluster: Cluster) -> float:
@@ -130,7 +145,7 @@ def permute_seconds(message_bytes: float, pairs: tuple[tuple[int, int], ...], cl
     if not message_bytes >= 0:
         raise ClusterError(f"permute of {message_bytes} bytes; give bytes of 0 or more")
     cost = _pairs_cost(pairs, cluster)
-    return cost.latency_seconds + message_bytes * cost.seconds_per_wire_byte
+    return cost.seconds(message_bytes)
 
 
 @cache
@@ -149,12 +164,39 @@ def axes_groups(mesh: Mesh, axes: tuple[str, ...]) -> Groups:
     return tuple(tuple(base + offset for offset in inner) for base in outer)
 
 
+def mesh_axes_of(groups: Iterable[tuple[int, ...]], mesh: Mesh) -> tuple[str, ...] | None:
+    """The mesh axes, in mesh order, over which groups of device ids talk; None if they are not the groups of any axes.
+
+    Axes of size 1 are never named.  Source and target pairs of a permute: see :func:`permute_axes_of`.
+    """
+    wanted = {frozenset(group) for group in groups}
+    names = [name for name in mesh.axis_names if mesh.axis_size(name) > 1]
+    for count in range(len(names) + 1):
+        for axes in itertools.combinations(names, count):
+            if wanted == {frozenset(group) for group in axes_groups(mesh, axes)}:
+                return axes
+    return None
+
+
+def permute_axes_of(pairs: Iterable[tuple[int, ...]], mesh: Mesh) -> tuple[str, ...]:
+    """The mesh axes, in mesh order, along which some source and its target differ."""
+    different = set()
+    for source, target in pairs:
+        for name in mesh.axis_names:
+            stride, size = mesh.stride(name), mesh.axis_size(name)
+            if source // stride % size != target // stride % size:
+                different.add(name)
+    return tuple(name for name in mesh.axis_names if name in different)
+
+
 @cache
 def group_cost(groups: Groups, cluster: Cluster, kind: Collective = Collective.ALL_REDUCE) -> GroupCost:
     """The price of a collective of ``kind`` in all ``groups`` at once; errors as :func:`group_seconds`."""
     _check_groups(groups, cluster)
     if len(groups[0]) == 1:
         return GroupCost(0.0, 0.0)
+    if (measured := _measured(kind, groups, cluster)) is not None:
+        return measured
     if kind is Collective.PERMUTE:
         pairs = tuple(pair for group in groups for pair in zip(group, group[1:] + group[:1], strict=True))
         return _pairs_cost(pairs, cluster)
@@ -172,9 +214,21 @@ def group_cost(groups: Groups, cluster: Cluster, kind: Collective = Collective.A
     return GroupCost(passes * latency, _seconds_per_wire_byte(local, network, cluster))
 
 
+def _measured(kind: Collective, groups: Iterable[tuple[int, ...]], cluster: Cluster) -> GroupCost | None:
+    """The price by the cluster's profile; None without one, across hosts, or for a kind that was not measured."""
+    if cluster.profile is None or any(len(_by_host(group, cluster)) > 1 for group in groups):
+        return None
+    size = max(len(group) for group in groups)
+    curve = cluster.profile.collective(kind.value, size)
+    return None if curve is None else GroupCost(curve.at(0.0), curve.slope, curve)
+
+
 @cache
-def _axes_cost(kind: Collective, axes: tuple[str, ...], mesh: Mesh, cluster: Cluster) -> tuple[int, GroupCost]:
-    """(group size, price); a cache of its own, because hashing a mesh is far cheaper than hashing all its groups."""
+def axes_cost(kind: Collective, axes: tuple[str, ...], mesh: Mesh, cluster: Cluster) -> tuple[int, GroupCost]:
+    """(group size, price) of a collective over mesh axes.
+
+    A cache of its own, because hashing a mesh is far cheaper than hashing all its groups.
+    """
     groups = axes_groups(mesh, axes)
     return len(groups[0]), group_cost(groups, cluster, kind)
 
@@ -183,11 +237,12 @@ def _axes_cost(kind: Collective, axes: tuple[str, ...], mesh: Mesh, cluster: Clu
 def _pairs_cost(pairs: tuple[tuple[int, int], ...], cluster: Cluster) -> GroupCost:
     """The price of a permute; a device that sends to itself sends nothing."""
     _check_ids(itertools.chain.from_iterable(pairs), cluster)
+    moving = [pair for pair in pairs if pair[0] != pair[1]]
+    if moving and (measured := _measured(Collective.PERMUTE, moving, cluster)) is not None:
+        return measured
     local, network = _Traffic(), _Traffic()
     latency = 0.0
-    for source, target in pairs:
-        if source == target:
-            continue
+    for source, target in moving:
         same_host = source // cluster.devices_per_host == target // cluster.devices_per_host
         link, traffic = (cluster.local_link, local) if same_host else (cluster.network_link, network)
         traffic.add(_port(source, link, cluster), _port(target, link, cluster))

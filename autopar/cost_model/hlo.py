@@ -27,7 +27,7 @@ from autopar.cost_model.hlo_collectives import (
     form_reduce_scatters,
     undo_widening,
 )
-from autopar.cost_model.hlo_parser import HloModule, numpy_dtype_name, parse_module
+from autopar.cost_model.hlo_parser import HloInstruction, HloModule, numpy_dtype_name, parse_module
 from autopar.cost_model.hlo_steps import bytes_of, executed_steps, flops_of, is_collective
 from autopar.cost_model.hlo_work import FlopCounter, instruction_bytes
 from autopar.cost_model.roofline import operator_seconds
@@ -139,7 +139,8 @@ def step_seconds(module: HloModule, cluster: Cluster, found: Iterable[HloCollect
         work = by_dtype.total()
         if work or moved:
             dtype = by_dtype.most_common(1)[0][0] if by_dtype else step.instruction.shape.dtype
-            seconds = operator_seconds(work, moved, numpy_dtype_name(dtype), cluster)
+            product = _is_product(step.instruction, module)
+            seconds = operator_seconds(work, moved, numpy_dtype_name(dtype), cluster, product=product)
             compute_seconds += step.times * seconds
             total_flops += step.times * work
             total_bytes += step.times * moved
@@ -163,6 +164,13 @@ def step_seconds(module: HloModule, cluster: Cluster, found: Iterable[HloCollect
         ran,
         notes,
     )
+
+
+def _is_product(instruction: HloInstruction, module: HloModule) -> bool:
+    """Whether a kernel is a matrix product or convolution, or a fusion around one."""
+    if instruction.opcode == "fusion":
+        return any(_is_product(inner, module) for inner in module.called(instruction, "calls")[0].instructions)
+    return instruction.opcode in ("dot", "convolution")
 
 
 def _seconds_once(collective: HloCollective, cluster: Cluster) -> float:

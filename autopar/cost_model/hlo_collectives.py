@@ -45,6 +45,7 @@ class HloCollective:
     (``mesh.devices.flat``); those of a permute are its (source, target) pairs.  ``count`` is how often it runs in one
     step.  ``dtype`` is numpy's name, ``reduction`` the opcode of the reducer (``add``, ``maximum``, …; empty where
     nothing is reduced).  ``widened_from`` names the narrower dtype that the backend widened for this collective only.
+    ``array_bytes`` is ``full_bytes`` array by array, for the backend makes one collective of several.
     """
 
     kind: Collective
@@ -57,6 +58,7 @@ class HloCollective:
     reduction: str = ""
     widened_from: str = ""
     reduce_scatter_formed: bool = False
+    array_bytes: tuple[int, ...] = ()
 
     @property
     def group_size(self) -> int:
@@ -95,18 +97,16 @@ def form_reduce_scatters(module: HloModule) -> tuple[HloCollective, ...]:
         if collective.kind is not Collective.ALL_REDUCE or collective.group_size < 2:
             found.append(collective)
             continue
-        scattered = sum(
-            shape.size_bytes
-            for position, shape in enumerate(step.computation.operand_shapes(step.instruction))
-            if _only_own_piece_used(step, position, collective.group_size, module)
-        )
+        scattered: list[int] = []
+        kept: list[int] = []
+        for position, size in enumerate(collective.array_bytes):
+            own = _only_own_piece_used(step, position, collective.group_size, module)
+            (scattered if own else kept).append(size)
         if scattered:
-            formed = dataclasses.replace(
-                collective, kind=Collective.REDUCE_SCATTER, full_bytes=scattered, reduce_scatter_formed=True
-            )
-            found.append(formed)
-        if scattered < collective.full_bytes:
-            found.append(dataclasses.replace(collective, full_bytes=collective.full_bytes - scattered))
+            formed = dataclasses.replace(collective, kind=Collective.REDUCE_SCATTER, reduce_scatter_formed=True)
+            found.append(dataclasses.replace(formed, full_bytes=sum(scattered), array_bytes=tuple(scattered)))
+        if kept:
+            found.append(dataclasses.replace(collective, full_bytes=sum(kept), array_bytes=tuple(kept)))
     return tuple(found)
 
 
@@ -115,7 +115,8 @@ def undo_widening(found: Iterable[HloCollective]) -> tuple[HloCollective, ...]:
     return tuple(
         dataclasses.replace(
             collective,
-            full_bytes=collective.full_bytes * _itemsize(collective.widened_from) // _itemsize(collective.dtype),
+            full_bytes=_narrowed(collective.full_bytes, collective),
+            array_bytes=tuple(_narrowed(size, collective) for size in collective.array_bytes),
             dtype=collective.widened_from,
             widened_from="",
         )
@@ -123,6 +124,10 @@ def undo_widening(found: Iterable[HloCollective]) -> tuple[HloCollective, ...]:
         else collective
         for collective in found
     )
+
+
+def _narrowed(size_bytes: int, collective: HloCollective) -> int:
+    return size_bytes * _itemsize(collective.widened_from) // _itemsize(collective.dtype)
 
 
 def _itemsize(dtype: str) -> int:
@@ -134,8 +139,13 @@ def _read_collective(step: Step, module: HloModule) -> HloCollective:
     groups = device_groups(instruction, module)
     kind = _KINDS[base_opcode(instruction)]
     size = operand_bytes(step)
+    arrays = tuple(shape.size_bytes for shape in computation.operand_shapes(instruction))
     if kind is Collective.ALL_GATHER:
-        size *= max(len(group) for group in groups)
+        pieces = max(len(group) for group in groups)
+        size *= pieces
+        arrays = tuple(array * pieces for array in arrays)
+    elif kind is Collective.ALL_TO_ALL or sum(arrays) != size:
+        arrays = (size,)  # several operands of an all-to-all are the pieces of one array
     if base_opcode(instruction) == "collective-broadcast":
         groups = tuple(pair for group in groups for pair in itertools.pairwise(group))
     reducers = module.called(instruction, "to_apply") if "to_apply" in instruction.attributes else ()
@@ -150,6 +160,7 @@ def _read_collective(step: Step, module: HloModule) -> HloCollective:
         numpy_dtype_name(dtype),
         reducers[0].root.opcode if reducers else "",
         numpy_dtype_name(_widened_from(step, module)),
+        array_bytes=arrays,
     )
 
 

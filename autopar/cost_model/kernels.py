@@ -17,6 +17,9 @@ from autopar.graph.ir import Operator, Value
 from autopar.plan import Strategy
 from autopar.schedule.reshard import local_shape
 
+PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
+"""Primitives that the matrix units run."""
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -59,4 +62,5 @@ def kernel_cost(kernel: Kernel, strategy: Strategy, mesh: Mesh, cluster: Cluster
     traffic = min(traffic, repeats * operator.bytes_moved / pieces)
     flops = operator.flops / pieces
     dtype = kernel.results[0].dtype if kernel.results else "float32"
-    return KernelCost(flops, traffic, operator_seconds(flops, traffic, dtype, cluster))
+    product = operator.primitive in PRODUCTS
+    return KernelCost(flops, traffic, operator_seconds(flops, traffic, dtype, cluster, product=product))

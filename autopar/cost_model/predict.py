@@ -83,10 +83,9 @@ def collectives_of(program: SpmdProgram, cluster: Cluster) -> list[CollectiveUse
         for place, move in enumerate(step.moves):
             if (kind := COLLECTIVE_OF_MOVE.get(move.kind)) is not None:
                 full = collective_bytes(move, layout, sent_bytes, mesh)
-                seconds = move_seconds(move, layout, sent_bytes, mesh, cluster)
                 this = step.target, place
-                if leader.get(this, this) != this:
-                    seconds -= move_seconds(move, layout, 0.0, mesh, cluster)
+                joins = leader.get(this, this) != this
+                seconds = move_seconds(move, layout, sent_bytes, mesh, cluster, joins=joins)
                 wire = wire_bytes(kind, full, mesh.axis_size(*move.axes))
                 phase = step.cause.phase if step.cause else Phase.UPDATE
                 origin = f"{step.cause.primitive} at {step.cause.source}" if step.cause else "result of the step"

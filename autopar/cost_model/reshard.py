@@ -1,21 +1,28 @@
-"""What a reshard costs: the α-β price of its moves, affine in the bytes of the array.
+"""What a reshard costs: the price of its moves, of which each handles a fixed share of the array.
 
-Every move of a reshard handles a fixed share of the array, so for one class of shapes (same rank, same divisible
-dimensions) the seconds of the way from layout *a* to layout *b* are ``latency[a, b] + seconds_per_byte[a, b] · bytes``,
-with ``bytes`` the size of the whole array.  The table of both is computed once per class and mesh.
+So for one class of shapes (same rank, same divisible dimensions) and α-β prices, the seconds of the way from layout *a* to
+layout *b* are ``latency[a, b] + seconds_per_byte[a, b] · bytes``, with ``bytes`` the size of the whole array.  The table of
+both is computed once per class and mesh.
+
+Measured prices are not affine.  Then the table holds for every way the *legs* that it is made of.  Legs of one kind, group
+size and share of the array cost the same and are one entry; all entries of a table are priced at the size that is asked
+for, one interpolation per curve, and a way is the sum of at most a few of them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cache
+from typing import Protocol
 
 import numpy as np
 
 from autopar.cluster import Cluster, Mesh, Platform
-from autopar.cost_model.collectives import Collective, collective_seconds
+from autopar.cost_model.collectives import Collective, axes_cost, wire_bytes
 from autopar.plan import Layout
-from autopar.schedule.reshard import Move, MoveKind, representative, shares, ways_between
+from autopar.profile import Curve
+from autopar.schedule.reshard import Move, MoveKind, Ways, representative, shares, ways_between
 
 COLLECTIVE_OF_MOVE = {
     MoveKind.ALL_GATHER: Collective.ALL_GATHER,
@@ -32,16 +39,30 @@ def collective_bytes(move: Move, layout: Layout, array_bytes: float, mesh: Mesh)
     return local * mesh.axis_size(*move.axes) if move.kind is MoveKind.ALL_GATHER else local
 
 
-def move_seconds(move: Move, layout: Layout, array_bytes: float, mesh: Mesh, cluster: Cluster) -> float:
-    """Seconds of one move of an array of ``array_bytes`` (whole) that lies in ``layout`` before it."""
+def move_seconds(
+    move: Move, layout: Layout, array_bytes: float, mesh: Mesh, cluster: Cluster, *, joins: bool = False
+) -> float:
+    """Seconds of one move of an array of ``array_bytes`` (whole) that lies in ``layout`` before it.
+
+    One that ``joins`` others in a collective of the backend's making costs its bytes at the rate of large messages only.
+    """
     if (kind := COLLECTIVE_OF_MOVE.get(move.kind)) is None:
         return 0.0
-    return collective_seconds(kind, collective_bytes(move, layout, array_bytes, mesh), move.axes, mesh, cluster)
+    group_size, cost = axes_cost(kind, move.axes, mesh, cluster)
+    sent = wire_bytes(kind, collective_bytes(move, layout, array_bytes, mesh), group_size)
+    return sent * cost.seconds_per_wire_byte if joins else cost.seconds(sent)
+
+
+class ReshardTable(Protocol):
+    """Prices between all layouts of one class of shapes."""
+
+    def between(self, sources: list[Layout], targets: list[Layout], array_bytes: float) -> np.ndarray:
+        """Matrix [len(sources), len(targets)] of seconds."""
 
 
 @dataclass(frozen=True)
-class ReshardTable:
-    """Prices between all layouts of one class of shapes: seconds = ``latency_seconds + seconds_per_byte · bytes``."""
+class AffineTable:
+    """Prices by α and β: seconds = ``latency_seconds + seconds_per_byte · bytes``."""
 
     index: dict[Layout, int]
     latency_seconds: np.ndarray
@@ -49,9 +70,41 @@ class ReshardTable:
 
     def between(self, sources: list[Layout], targets: list[Layout], array_bytes: float) -> np.ndarray:
         """Matrix [len(sources), len(targets)] of seconds."""
-        rows = np.array([self.index[layout] for layout in sources])[:, None]
-        columns = np.array([self.index[layout] for layout in targets])[None, :]
+        rows, columns = _places(self.index, sources, targets)
         return self.latency_seconds[rows, columns] + self.seconds_per_byte[rows, columns] * array_bytes
+
+
+@dataclass(frozen=True)
+class MeasuredTable:
+    """Prices by curves; ``legs[a, b]`` are the entries whose sum is the way from *a* to *b*, filled up with entry 0.
+
+    Entry 0 costs nothing, an entry of ``affine`` ``latency + seconds_per_byte · bytes`` (ends of analytic ways and what
+    joins others), one of ``curves`` what its curve says at ``share · bytes``.
+    """
+
+    index: dict[Layout, int]
+    legs: np.ndarray
+    affine: np.ndarray
+    """[entries, 2]: latency and seconds per byte of the whole array."""
+    curves: tuple[tuple[Curve, np.ndarray, np.ndarray], ...]
+    """Each curve with its entries and their shares: bytes on the wire per byte of the whole array."""
+    _priced: dict[float, np.ndarray] = field(default_factory=dict, compare=False)
+
+    def between(self, sources: list[Layout], targets: list[Layout], array_bytes: float) -> np.ndarray:
+        """Matrix [len(sources), len(targets)] of seconds."""
+        if (seconds := self._priced.get(array_bytes)) is None:
+            seconds = self.affine[:, 0] + self.affine[:, 1] * array_bytes
+            for curve, entries, shares_of_bytes in self.curves:
+                seconds[entries] = curve.at_all(shares_of_bytes * array_bytes)
+            self._priced[array_bytes] = seconds
+        rows, columns = _places(self.index, sources, targets)
+        return seconds[self.legs[rows, columns]].sum(axis=-1)
+
+
+def _places(index: dict[Layout, int], sources: list[Layout], targets: list[Layout]) -> tuple[np.ndarray, np.ndarray]:
+    rows = np.array([index[layout] for layout in sources])[:, None]
+    columns = np.array([index[layout] for layout in targets])[None, :]
+    return rows, columns
 
 
 COMBINED = {
@@ -73,21 +126,58 @@ def reshard_table(shape: tuple[int, ...], mesh: Mesh, cluster: Cluster, *, combi
 @cache
 def _table(shape: tuple[int, ...], mesh: Mesh, cluster: Cluster, combined: bool) -> ReshardTable:
     ways = ways_between(shape, mesh)
+    joining = COMBINED[cluster.device.platform] if combined else frozenset()
+    if cluster.profile is not None:
+        return _measured_table(ways, mesh, cluster, joining)
     count = len(ways.layouts)
     arc_latency = np.zeros((count, count))
     arc_per_byte = np.zeros((count, count))
     for (source, target), move in ways.arcs.items():
         alone = move_seconds(move, ways.layouts[source], 0.0, mesh, cluster)
         large = move_seconds(move, ways.layouts[source], 1e9, mesh, cluster)
-        merged = combined and COLLECTIVE_OF_MOVE.get(move.kind) in COMBINED[cluster.device.platform]
-        arc_latency[source, target] = 0.0 if merged else alone
+        arc_latency[source, target] = 0.0 if COLLECTIVE_OF_MOVE.get(move.kind) in joining else alone
         arc_per_byte[source, target] = (large - alone) / 1e9
     latency = np.zeros((count, count))
     per_byte = np.zeros((count, count))
-    start, here = np.indices((count, count))
-    while (under_way := start != here).any():  # all ways at once, one arc back per round
-        previous = np.where(under_way, ways.before[start, here], here)
+    for previous, here, under_way in _backwards(ways):
         latency += np.where(under_way, arc_latency[previous, here], 0.0)
         per_byte += np.where(under_way, arc_per_byte[previous, here], 0.0)
+    return AffineTable(dict(ways.index), latency, per_byte)
+
+
+def _backwards(ways: Ways) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """All ways at once, one arc back per round: matrices [start, end] of (arc's source, its target, whether there is one)."""
+    start, here = np.indices((len(ways.layouts),) * 2)
+    while (under_way := start != here).any():
+        previous = np.where(under_way, ways.before[start, here], here)
+        yield previous, here, under_way
         here = previous
-    return ReshardTable(dict(ways.index), latency, per_byte)
+
+
+def _measured_table(ways: Ways, mesh: Mesh, cluster: Cluster, joining: frozenset[Collective]) -> MeasuredTable:
+    entry_of: dict[tuple[float, float, Curve | None, float], int] = {(0.0, 0.0, None, 0.0): 0}
+    arc_entry = np.zeros((len(ways.layouts),) * 2, dtype=np.int32)
+    for (source, target), move in ways.arcs.items():
+        if (kind := COLLECTIVE_OF_MOVE.get(move.kind)) is None:
+            continue
+        group_size, cost = axes_cost(kind, move.axes, mesh, cluster)
+        share = wire_bytes(kind, collective_bytes(move, ways.layouts[source], 1.0, mesh), group_size)
+        entry: tuple[float, float, Curve | None, float]
+        if kind in joining:
+            entry = (0.0, share * cost.seconds_per_wire_byte, None, 0.0)
+        elif cost.curve is None:
+            entry = (cost.latency_seconds, share * cost.seconds_per_wire_byte, None, 0.0)
+        else:
+            entry = (0.0, 0.0, cost.curve, share)
+        arc_entry[source, target] = entry_of.setdefault(entry, len(entry_of))
+    rounds = [np.where(under_way, arc_entry[previous, here], 0) for previous, here, under_way in _backwards(ways)]
+    legs = np.stack(rounds, axis=-1) if rounds else np.zeros((*arc_entry.shape, 1), dtype=np.int32)
+    by_curve: dict[Curve, list[tuple[int, float]]] = {}
+    for (_, _, curve, share), number in entry_of.items():
+        if curve is not None:
+            by_curve.setdefault(curve, []).append((number, share))
+    curves = tuple(
+        (curve, np.array([number for number, _ in entries]), np.array([share for _, share in entries]))
+        for curve, entries in by_curve.items()
+    )
+    return MeasuredTable(dict(ways.index), legs, np.array([entry[:2] for entry in entry_of]), curves)

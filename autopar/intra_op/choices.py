@@ -111,11 +111,17 @@ def _value_options(node: ValueNode, mesh: Mesh, allowed: frozenset[Layout] | Non
 
 
 def _value_seconds(node: ValueNode, layouts: list[Layout], mesh: Mesh, cluster: Cluster) -> np.ndarray:
-    whole = sum(
-        count * operator_seconds(flops, traffic, dtype, cluster) for (flops, traffic, dtype), count in node.work.items()
-    )
     held = TIE_BREAK_SECONDS_PER_BYTE * node.itemsize_bytes * float(np.prod(node.shape))
-    return np.array([(whole + held) / shares(layout, mesh) for layout in layouts])
+    pieces = [shares(layout, mesh) for layout in layouts]
+    seconds = {
+        count: held / count
+        + sum(
+            times * operator_seconds(flops / count, traffic / count, dtype, cluster)
+            for (flops, traffic, dtype), times in node.work.items()
+        )
+        for count in set(pieces)
+    }
+    return np.array([seconds[count] for count in pieces])
 
 
 def strategies_of(node: OperatorNode, mesh: Mesh) -> list[Strategy]:

@@ -1,0 +1,296 @@
+"""How long do collectives, matrix products and elementwise kernels take on the devices of this process?
+
+Each is timed inside an executable over all devices at once, as a train step runs it:
+
+    seconds of one = (chain of L − chain of 1) / (L − 1)        so the cost of a call drops out
+
+where every link of a chain waits for the one before.  The two chains take turns, so that a drift of the machine hits both,
+and the minimum of each stands for the machine at rest.  Where a busy machine makes the difference vanish, the chain of L
+over L, an upper bound, stands instead.
+
+A chain of collectives or of products is unrolled.  Elementwise kernels would be fused into one, so theirs is a loop whose
+number of trips is an argument; a trip runs three kernels, two of them (the counter's) on single numbers, and those are
+taken off again as two thirds of a trip of the same loop over one element on each device.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from autopar.cluster import Cluster
+from autopar.cost_model.collectives import Collective, wire_bytes
+from autopar.errors import ClusterError
+from autopar.profile import SKINNINESS, CollectiveCurve, Curve, ProductCurve, ProductShape, Profile
+from autopar.profile_file import machine_name
+
+CHAIN = 9
+KERNELS_OF_A_TRIP = 3
+LEAST_TRIPS, MOST_TRIPS, MOST_LOOPED_BYTES = 32, 512, 1 << 28
+"""Of a loop: enough for its trips to outweigh the call, which allocates the result anew; few enough to end soon."""
+_SPEC = PartitionSpec(("other", "group"))
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What is measured, and how long.
+
+    ``full_bytes`` are the sizes of collectives (as in :mod:`autopar.cost_model.collectives`), ``sides`` the side lengths of
+    square products, ``array_bytes`` the sizes of elementwise kernels' arrays on one device.  ``seconds`` is what one
+    point may take once it is compiled, but each chain runs ``least_runs`` times; sizes whose product takes more than
+    ``longest_seconds`` end their row.
+    """
+
+    full_bytes: tuple[int, ...]
+    sides: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    array_bytes: tuple[int, ...]
+    seconds: float
+    least_runs: int = 5
+    longest_seconds: float = 0.05
+
+
+FULL = Effort(
+    full_bytes=tuple(1 << power for power in (10, 12, 14, 16, 18, 20, 22, 24, 25)),
+    sides=(8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
+    dtypes=("float32", "bfloat16", "float64"),
+    array_bytes=tuple(1 << power for power in (10, 12, 14, 16, 18, 20, 22, 24)),
+    seconds=0.6,
+)
+QUICK = Effort(
+    full_bytes=tuple(1 << power for power in (12, 16, 20, 23)),
+    sides=(8, 64, 256, 512),
+    dtypes=("float32",),
+    array_bytes=tuple(1 << power for power in (12, 16, 20, 23)),
+    seconds=0.1,
+)
+
+
+def measure(effort: Effort = FULL, say: Callable[[str], None] = lambda message: None) -> Profile:
+    """Measure all devices of this process; ``say`` is told what is being measured.
+
+    Raises ``ClusterError`` in a program of several processes, whose devices cannot be told apart in one clock.
+    """
+    if jax.process_count() > 1:
+        raise ClusterError("a profile is of the devices of one host; measure in a program of one process")
+    devices = jax.devices()
+    cluster = Cluster.local(devices, profile=None)
+    bench = _Bench(devices, effort, say)
+    return Profile(
+        jax_version=jax.__version__,
+        platform=cluster.device.platform.value,
+        device_kind=str(devices[0].device_kind),
+        num_devices=len(devices),
+        machine=machine_name(),
+        measured_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        collectives=tuple(bench.collectives()),
+        products=tuple(bench.products()),
+        elementwise=bench.elementwise(),
+    )
+
+
+class _Bench:
+    """The devices, and how carefully they are timed."""
+
+    def __init__(self, devices: Sequence[Any], effort: Effort, say: Callable[[str], None]) -> None:
+        self._devices = list(devices)
+        self._effort = effort
+        self._say = say
+
+    # ------------------------------------------------------------------------------------------------------ what to time
+
+    def collectives(self) -> Iterator[CollectiveCurve]:
+        """Every kind in groups of every divisor of the number of devices."""
+        count = len(self._devices)
+        for group_size in (size for size in range(2, count + 1) if count % size == 0):
+            for kind in Collective:
+                samples = {}
+                for full_bytes in self._effort.full_bytes:
+                    self._say(f"{kind.value} of {full_bytes >> 10} KiB among {group_size}")
+                    held = full_bytes // (group_size if kind is Collective.ALL_GATHER else 1)
+                    elements = max(held // 4 // group_size, 1) * group_size
+                    sent = wire_bytes(
+                        kind, 4 * elements * (group_size if kind is Collective.ALL_GATHER else 1), group_size
+                    )
+                    samples[sent] = self._collective_seconds(kind, group_size, elements)
+                yield CollectiveCurve(kind.value, group_size, _curve(samples))
+
+    def products(self) -> Iterator[ProductCurve]:
+        """Square and skinny products of every dtype, until one takes too long."""
+        for dtype in self._effort.dtypes:
+            for shape in ProductShape:
+                samples = {}
+                for side in self._effort.sides:
+                    if shape is ProductShape.SKINNY and side < SKINNINESS:
+                        continue
+                    self._say(f"{shape.value} products of {dtype} [{side}, {side}]")
+                    inner = side if shape is ProductShape.SQUARE else side // SKINNINESS
+                    seconds = self._product_seconds(dtype, side, inner)
+                    samples[2.0 * side * side * inner] = seconds
+                    if seconds > self._effort.longest_seconds:
+                        break
+                yield ProductCurve(dtype, jnp.dtype(dtype).itemsize, shape, _curve(samples))
+
+    def elementwise(self) -> Curve:
+        """``x · a + b``: one array read, one written."""
+        single = self._trip_seconds(1, MOST_TRIPS)
+        samples = {8.0: single / KERNELS_OF_A_TRIP}
+        counter = single * (KERNELS_OF_A_TRIP - 1) / KERNELS_OF_A_TRIP
+        for array_bytes in self._effort.array_bytes:
+            self._say(f"elementwise kernels over {array_bytes >> 10} KiB")
+            trips = min(max(MOST_LOOPED_BYTES // array_bytes, LEAST_TRIPS), MOST_TRIPS)
+            trip = self._trip_seconds(array_bytes // 4, trips)
+            samples[2.0 * array_bytes] = max(trip - counter, single / KERNELS_OF_A_TRIP)
+        return _curve(samples)
+
+    # -------------------------------------------------------------------------------------------------------- how to time
+
+    def _mesh(self, group_size: int) -> jax.sharding.Mesh:
+        grid = np.array(self._devices).reshape(-1, group_size)
+        return jax.sharding.Mesh(grid, ("other", "group"), axis_types=(AxisType.Auto,) * 2)
+
+    def _collective_seconds(self, kind: Collective, group_size: int, elements: int) -> float:
+        """Seconds of one collective to which each device brings so many float32 (zeros, so that sums stay finite)."""
+        mesh = self._mesh(group_size)
+        x = _spread(np.zeros(elements * len(self._devices), np.float32), mesh)
+        link = _LINKS[kind]
+        chains = [_unrolled(lambda value: link(value, group_size), length, mesh, (x,)) for length in (1, CHAIN)]
+        for length, chain in zip((1, CHAIN), chains, strict=True):
+            _check_count(kind, length, chain.as_text())
+        return self._difference(*(lambda chain=chain: chain(x) for chain in chains), extra=CHAIN - 1)
+
+    def _product_seconds(self, dtype: str, side: int, inner: int) -> float:
+        """Seconds of one product of 2 · side · side · inner FLOPs on each device."""
+        with jax.enable_x64(jnp.dtype(dtype).itemsize > 4):
+            mesh = self._mesh(1)
+            count = len(self._devices)
+            x = _spread(jnp.zeros((count * side, inner), dtype), mesh)
+            w = _spread(jnp.zeros((count * inner, side), dtype), mesh)
+
+            def link(value: jax.Array, right: jax.Array) -> jax.Array:
+                product = value @ right
+                return product if inner == side else product @ value
+
+            lengths = (1, CHAIN if inner == side else (CHAIN + 1) // 2)
+            chains = [_unrolled(link, length, mesh, (x, w)) for length in lengths]
+            of_a_link = 1 if inner == side else 2
+            extra = (lengths[1] - lengths[0]) * of_a_link
+            return self._difference(*(lambda chain=chain: chain(x, w) for chain in chains), extra=extra)
+
+    def _trip_seconds(self, elements: int, trips: int) -> float:
+        """Seconds of one trip of a loop around one elementwise kernel on so many float32 on each device."""
+        mesh = self._mesh(1)
+        x = _spread(np.zeros(elements * len(self._devices), np.float32), mesh)
+
+        def loop(count: jax.Array, value: jax.Array) -> jax.Array:
+            return lax.fori_loop(0, count, lambda _, carried: carried * 0.999 + 1.0, value)
+
+        local = jax.shard_map(loop, mesh=mesh, in_specs=(PartitionSpec(), _SPEC), out_specs=_SPEC, check_vma=False)
+        counts = [jax.device_put(np.int32(count), NamedSharding(mesh, PartitionSpec())) for count in (1, trips + 1)]
+        compiled = jax.jit(local).lower(counts[0], x).compile()
+        return self._difference(*(lambda count=count: compiled(count, x) for count in counts), extra=trips)
+
+    def _difference(self, short: Callable[[], Any], long: Callable[[], Any], *, extra: int) -> float:
+        """Seconds of one link: what the long chain takes beyond the short one, by the number of links that it has more."""
+        best = [float("inf"), float("inf")]
+        jax.block_until_ready((short(), long()))
+        started = time.perf_counter()
+        runs = 0
+        while runs < self._effort.least_runs or time.perf_counter() - started < self._effort.seconds:
+            for place, chain in enumerate((short, long)):
+                begun = time.perf_counter()
+                jax.block_until_ready(chain())
+                best[place] = min(best[place], time.perf_counter() - begun)
+            runs += 1
+        difference = best[1] - best[0]
+        return difference / extra if difference > 0 else best[1] / (extra + 1)
+
+
+def _curve(samples: dict[float, float]) -> Curve:
+    return Curve(tuple(sorted((float(amount), float(seconds)) for amount, seconds in samples.items())))
+
+
+def _spread(array: Any, mesh: jax.sharding.Mesh) -> jax.Array:
+    return jax.device_put(array, NamedSharding(mesh, _SPEC))
+
+
+def _unrolled(
+    link: Callable[..., jax.Array], length: int, mesh: jax.sharding.Mesh, arguments: tuple[jax.Array, ...]
+) -> Any:
+    """A compiled chain: ``link`` of its own result, the other arguments the same each time."""
+
+    def chain(value: jax.Array, *others: jax.Array) -> jax.Array:
+        for _ in range(length):
+            value = link(value, *others)
+        return value
+
+    local = jax.shard_map(chain, mesh=mesh, in_specs=(_SPEC,) * len(arguments), out_specs=_SPEC, check_vma=False)
+    return jax.jit(local).lower(*arguments).compile()
+
+
+def _check_count(kind: Collective, length: int, text: str) -> None:
+    """The executable holds the whole chain, or what was timed would mean nothing."""
+    opcode = "collective-permute" if kind is Collective.PERMUTE else kind.value
+    found = text.count(f" {opcode}(") + text.count(f" {opcode}-start(")
+    if found != length:
+        raise ClusterError(
+            f"a chain of {length} {kind.value} compiled to {found}, so it cannot be timed on this backend; report this"
+        )
+
+
+# ----------------------------------------------------------------------------------------- one collective, made to chain
+
+
+def _all_reduce(value: jax.Array, group_size: int) -> jax.Array:
+    # Shifting by the device's number keeps the operand from being provably replicated.
+    return lax.psum(value, "group") + lax.axis_index("group").astype(value.dtype)
+
+
+def _all_gather(value: jax.Array, group_size: int) -> jax.Array:
+    full = lax.all_gather(value, "group", tiled=True)
+    return lax.dynamic_slice_in_dim(full, lax.axis_index("group") * value.size, value.size)
+
+
+def _reduce_scatter(value: jax.Array, group_size: int) -> jax.Array:
+    piece = lax.psum_scatter(value, "group", tiled=True)
+    return lax.dynamic_update_slice(value, piece, (0,))
+
+
+def _all_to_all(value: jax.Array, group_size: int) -> jax.Array:
+    return lax.all_to_all(lax.optimization_barrier(value), "group", 0, 0, tiled=True)
+
+
+def _permute(value: jax.Array, group_size: int) -> jax.Array:
+    return lax.ppermute(value, "group", [(place, (place + 1) % group_size) for place in range(group_size)])
+
+
+_LINKS: dict[Collective, Callable[[jax.Array, int], jax.Array]] = {
+    Collective.ALL_REDUCE: _all_reduce,
+    Collective.ALL_GATHER: _all_gather,
+    Collective.REDUCE_SCATTER: _reduce_scatter,
+    Collective.ALL_TO_ALL: _all_to_all,
+    Collective.PERMUTE: _permute,
+}
+
+
+def profile_rows(profile: Profile) -> Iterable[tuple[str, str, str]]:
+    """(what, seconds of the smallest, rate of the largest) for a table of a profile's curves."""
+    for one in profile.collectives:
+        yield f"{one.kind} among {one.group_size}", *_ends(one.curve, "B/s")
+    for product in profile.products:
+        yield f"{product.shape.value} products, {product.dtype}", *_ends(product.curve, "FLOP/s")
+    yield "elementwise kernels", *_ends(profile.elementwise, "B/s")
+
+
+def _ends(curve: Curve, unit: str) -> tuple[str, str]:
+    (amount, seconds) = curve.samples[-1]
+    return f"{curve.at(0.0) * 1e6:.1f} µs", f"{amount / seconds / 1e9:.2f} G{unit}"

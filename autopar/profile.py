@@ -1,0 +1,198 @@
+"""What was measured on a machine, as data that the cost model reads between the measured points.
+
+A profile holds *curves*: seconds as a function of an amount, all devices of one host working at once,
+
+    collectives     by kind and group size   of the bytes that one device sends (wire bytes, ring accounting)
+    products        by dtype and shape       of the FLOPs of one matrix product on one device
+    elementwise                              of the bytes that one kernel on one device reads and writes
+
+A curve is made to rise (isotonic by running maximum: more work never takes less time), is piecewise linear between its
+points, flat below the first – the latency, or the cost of starting a kernel – and goes on beyond the last at the rate of
+its last rising segment.
+
+*Group sizes that were not measured* take the curve of the measured size whose ring factor (p-1)/p is nearest.
+
+*Products.*  With ``f`` FLOPs and ``b`` bytes of operands and result, ``r = b_square(f) / b`` compares the traffic with
+that of a square product of as many FLOPs: 1 for square ones, less for skinny ones.  Seconds go from the skinny curve to the
+square one linearly in log r.
+
+This file imports nothing of ours but the error type.  The file format is in :mod:`autopar.profile_file`, the measuring in
+:mod:`autopar.measure`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+
+import numpy as np
+
+from autopar.errors import ClusterError
+
+
+class ProductShape(Enum):
+    """Which family of matrix products was measured."""
+
+    SQUARE = "square"
+    """[s, s] × [s, s]."""
+    SKINNY = "skinny"
+    """[s, s/16] × [s/16, s] and [s, s] × [s, s/16] in turn."""
+
+
+SKINNINESS = 16
+
+Samples = tuple[tuple[float, float], ...]
+"""(amount, seconds) in ascending amounts, as measured."""
+
+
+def skinny_ratio() -> float:
+    """``r`` of the skinny products: bytes of a square product of as many FLOPs over theirs, whatever the size."""
+    side = SKINNINESS ** (-1 / 3)  # of the square product, in units of s
+    return 3 * side**2 / (1 + 2 / SKINNINESS)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds as a function of an amount (see the module docstring).
+
+    Raises ``ClusterError`` for no samples, amounts that do not ascend from above zero, or seconds that are not finite and
+    above zero.
+    """
+
+    samples: Samples
+    _amounts: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    _seconds: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    slope: float = field(init=False, repr=False, compare=False)
+    """Seconds of one more unit beyond the last point."""
+
+    def __post_init__(self) -> None:
+        if not self.samples:
+            raise ClusterError("no samples; measure again with `autopar profile`")
+        for number, (amount, seconds) in enumerate(self.samples):
+            for name, value in (("amount", amount), ("seconds", seconds)):
+                if not (math.isfinite(value) and value > 0):
+                    raise ClusterError(f"sample {number} has {name} {value!r}; give a finite number above zero")
+            if number and amount <= self.samples[number - 1][0]:
+                raise ClusterError(
+                    f"sample {number} has amount {amount!r}, not above that of the one before; sort them"
+                )
+        amounts, seconds_rising, highest = [], [], 0.0
+        for amount, seconds in self.samples:
+            highest = max(highest, seconds)
+            amounts.append(float(amount))
+            seconds_rising.append(highest)
+        object.__setattr__(self, "_amounts", tuple(amounts))
+        object.__setattr__(self, "_seconds", tuple(seconds_rising))
+        object.__setattr__(self, "slope", _last_slope(amounts, seconds_rising))
+
+    def at(self, amount: float) -> float:
+        """Seconds for an amount of zero or more."""
+        amounts, seconds = self._amounts, self._seconds
+        if amount <= amounts[0]:
+            return seconds[0]
+        if amount >= amounts[-1]:
+            return seconds[-1] + (amount - amounts[-1]) * self.slope
+        right = bisect.bisect_right(amounts, amount)
+        share = (amount - amounts[right - 1]) / (amounts[right] - amounts[right - 1])
+        return seconds[right - 1] + share * (seconds[right] - seconds[right - 1])
+
+    def at_all(self, amounts: np.ndarray) -> np.ndarray:
+        """Seconds for many amounts at once."""
+        beyond = np.maximum(amounts - self._amounts[-1], 0.0) * self.slope
+        return np.interp(amounts, self._amounts, self._seconds) + beyond
+
+
+def _last_slope(amounts: Sequence[float], seconds: Sequence[float]) -> float:
+    """Rate of the last segment that rises; of one point, or a curve that never rises, its own seconds per unit."""
+    for right in range(len(amounts) - 1, 0, -1):
+        if seconds[right] > seconds[right - 1]:
+            return (seconds[right] - seconds[right - 1]) / (amounts[right] - amounts[right - 1])
+    return seconds[-1] / amounts[-1]
+
+
+@dataclass(frozen=True)
+class CollectiveCurve:
+    """One kind of collective (a value of :class:`autopar.cost_model.collectives.Collective`) in groups of one size."""
+
+    kind: str
+    group_size: int
+    curve: Curve
+
+
+@dataclass(frozen=True)
+class ProductCurve:
+    """Matrix products of one dtype (NumPy's name) and one family of shapes; amounts are FLOPs."""
+
+    dtype: str
+    itemsize_bytes: int
+    shape: ProductShape
+    curve: Curve
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Everything measured on the devices of one host; where and when (ISO 8601) it was.
+
+    Raises ``ClusterError`` if a curve is given twice.
+    """
+
+    jax_version: str
+    platform: str
+    device_kind: str
+    num_devices: int
+    machine: str
+    measured_at: str
+    collectives: tuple[CollectiveCurve, ...]
+    products: tuple[ProductCurve, ...]
+    elementwise: Curve
+
+    def __post_init__(self) -> None:
+        _refuse_twice("collectives", ((one.kind, one.group_size) for one in self.collectives))
+        _refuse_twice("products", ((one.dtype, one.shape.value) for one in self.products))
+
+    def __hash__(self) -> int:
+        return hash((self.machine, self.measured_at, self.platform, self.num_devices))
+
+    def collective(self, kind: str, group_size: int) -> Curve | None:
+        """The curve over wire bytes for groups of that size, or of the measured size nearest by ring factor."""
+        sizes = {one.group_size: one.curve for one in self.collectives if one.kind == kind}
+        if not sizes:
+            return None
+        return sizes[min(sizes, key=lambda size: abs(1 / size - 1 / group_size))]
+
+    def product_seconds(self, flops: float, bytes_moved: float, dtype: str) -> float | None:
+        """Seconds of one matrix product on one device; None for a dtype that was not measured."""
+        if (found := self._products.get(dtype)) is None:
+            return None
+        itemsize, square, skinny = found
+        fast = square.at(flops)
+        if bytes_moved <= 0 or skinny is None:
+            return fast
+        ratio = 3 * (flops / 2) ** (2 / 3) * itemsize / bytes_moved
+        if ratio >= 1:
+            return fast
+        share = min(math.log(ratio) / math.log(skinny_ratio()), 1.0)
+        return fast + share * (skinny.at(flops) - fast)
+
+    @cached_property
+    def _products(self) -> dict[str, tuple[int, Curve, Curve | None]]:
+        """By dtype: bytes of an element, the curve of square products (or the only one), that of skinny ones."""
+        by_shape = {(one.dtype, one.shape): one for one in self.products}
+        found: dict[str, tuple[int, Curve, Curve | None]] = {}
+        for one in self.products:
+            square = by_shape.get((one.dtype, ProductShape.SQUARE), one)
+            skinny = by_shape.get((one.dtype, ProductShape.SKINNY))
+            found[one.dtype] = (one.itemsize_bytes, square.curve, None if skinny is None else skinny.curve)
+        return found
+
+
+def _refuse_twice(what: str, keys: Iterable[tuple[object, object]]) -> None:
+    seen = set()
+    for number, key in enumerate(keys):
+        if key in seen:
+            raise ClusterError(f"{what}[{number}]: {key} is there twice; keep one of them")
+        seen.add(key)

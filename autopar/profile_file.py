@@ -1,0 +1,202 @@
+"""A profile as a file, and where it lies.
+
+    load(save(profile)) = profile
+
+JSON, ``{"format": "autopar-profile", "version": 1, "profile": {…}}`` with the fields of ``Profile``; a curve is its list of
+``[amount, seconds]``, as measured.  Unknown fields, wrong types, NaN, negative numbers and cut files are refused with the
+file, the place in it, and what to do.
+
+The default place is the user's cache directory, one file for each machine, backend, kind and number of devices.  The
+environment variable ``AUTOPAR_PROFILE`` names another file, or ``none`` for no profile at all.
+"""
+
+from __future__ import annotations
+
+import os
+import platform as host
+import re
+import secrets
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from autopar.errors import ClusterError
+from autopar.profile import CollectiveCurve, Curve, ProductCurve, ProductShape, Profile, Samples
+
+FILE_FORMAT = "autopar-profile"
+FILE_VERSION = 1
+PLACE_VARIABLE = "AUTOPAR_PROFILE"
+NO_PROFILE = "none"
+_ADVICE = "correct it, or measure again with `autopar profile`"
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "permute")
+
+_Positive = Annotated[float, Meta(gt=0)]
+_Samples = Annotated[tuple[tuple[_Positive, _Positive], ...], Meta(min_length=1)]
+_Count = Annotated[int, Meta(ge=1)]
+
+
+class _Collective(Struct, forbid_unknown_fields=True):
+    kind: str
+    group_size: Annotated[int, Meta(ge=2)]
+    samples: _Samples
+
+
+class _Product(Struct, forbid_unknown_fields=True):
+    dtype: str
+    itemsize_bytes: _Count
+    shape: ProductShape
+    samples: _Samples
+
+
+class _Profile(Struct, forbid_unknown_fields=True, kw_only=True):
+    jax_version: str
+    platform: str
+    device_kind: str
+    num_devices: _Count
+    machine: str
+    measured_at: str
+    collectives: tuple[_Collective, ...]
+    products: tuple[_Product, ...]
+    elementwise: _Samples
+
+
+class _File(Struct, forbid_unknown_fields=True):
+    format: str
+    version: int
+    profile: _Profile
+
+
+class _Header(Struct):
+    """Read first and leniently, so that a file of another format or version is refused by that name."""
+
+    format: str
+    version: int
+
+
+# ------------------------------------------------------------------------------------------------------ where it lies
+
+
+def machine_name() -> str:
+    """This machine and the cores that the process may use, which decide what is measured."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return f"{host.node() or 'unknown'} {host.machine()} {cores} cores"
+
+
+def default_path(platform: str, device_kind: str, num_devices: int) -> Path:
+    """Where the profile of these devices of this machine lies unless another place is named."""
+    import platformdirs
+
+    name = " ".join(("profile", machine_name(), platform, device_kind, str(num_devices)))
+    return platformdirs.user_cache_path("autopar") / (re.sub(r"[^a-z0-9.]+", "-", name.lower()) + ".json")
+
+
+def find_profile(platform: str, device_kind: str, num_devices: int) -> Profile | None:
+    """The profile of these devices, if one was measured; raises ``ClusterError`` for a file that cannot be used."""
+    named = os.environ.get(PLACE_VARIABLE, "")
+    if named == NO_PROFILE:
+        return None
+    if named:
+        found = load_profile(named)
+        fits = (found.platform, found.device_kind, found.num_devices) == (platform, device_kind, num_devices)
+        return found if fits else None
+    path = default_path(platform, device_kind, num_devices)
+    return load_profile(path) if path.exists() else None
+
+
+# ------------------------------------------------------------------------------------------------- writing and reading
+
+
+def save_profile(profile: Profile, path: str | Path) -> None:
+    """Write the profile, at once or not at all; makes the directory.  Raises ``ClusterError`` if that fails."""
+    stored = _Profile(
+        jax_version=profile.jax_version,
+        platform=profile.platform,
+        device_kind=profile.device_kind,
+        num_devices=profile.num_devices,
+        machine=profile.machine,
+        measured_at=profile.measured_at,
+        collectives=tuple(_Collective(one.kind, one.group_size, one.curve.samples) for one in profile.collectives),
+        products=tuple(
+            _Product(one.dtype, one.itemsize_bytes, one.shape, one.curve.samples) for one in profile.products
+        ),
+        elementwise=profile.elementwise.samples,
+    )
+    data = msgspec.json.encode(_File(FILE_FORMAT, FILE_VERSION, stored))
+    target = Path(os.path.realpath(path))
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            beside.write_bytes(msgspec.json.format(data, indent=1) + b"\n")
+            os.replace(beside, target)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as error:
+        raise ClusterError(f"cannot write profile {path}: {error.strerror or error}; check the path") from error
+
+
+def load_profile(path: str | Path) -> Profile:
+    """The profile in a file; raises ``ClusterError`` naming the file, the place in it and what to do."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise ClusterError(
+            f"cannot read profile {path}: {error.strerror or error}; check the path, or measure with `autopar profile`"
+        ) from error
+    try:
+        header = msgspec.json.decode(data, type=_Header)
+        if header.format != FILE_FORMAT:
+            raise ClusterError(f"{path}: $.format is {header.format!r}, not {FILE_FORMAT!r}; this is no profile")
+        if header.version != FILE_VERSION:
+            raise ClusterError(
+                f"{path}: $.version is {header.version}, this release reads {FILE_VERSION}; measure again with "
+                "`autopar profile`"
+            )
+        stored = msgspec.json.decode(data, type=_File).profile
+    except msgspec.ValidationError as error:
+        raise ClusterError(f"{path}: {error}; {_ADVICE}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ClusterError(
+            f"{path} is not complete JSON ({error}); a profile holds no NaN or infinity, and this one may have been cut "
+            "short: measure again with `autopar profile`"
+        ) from error
+    return _profile(path, stored)
+
+
+def _profile(path: str | Path, stored: _Profile) -> Profile:
+    for number, one in enumerate(stored.collectives):
+        if one.kind not in KINDS:
+            raise ClusterError(
+                f"{path}: $.profile.collectives[{number}].kind is {one.kind!r}, not one of {', '.join(KINDS)}; {_ADVICE}"
+            )
+    try:
+        return Profile(
+            jax_version=stored.jax_version,
+            platform=stored.platform,
+            device_kind=stored.device_kind,
+            num_devices=stored.num_devices,
+            machine=stored.machine,
+            measured_at=stored.measured_at,
+            collectives=tuple(
+                CollectiveCurve(one.kind, one.group_size, _curve(f"collectives[{number}].samples", one.samples))
+                for number, one in enumerate(stored.collectives)
+            ),
+            products=tuple(
+                ProductCurve(
+                    one.dtype, one.itemsize_bytes, one.shape, _curve(f"products[{number}].samples", one.samples)
+                )
+                for number, one in enumerate(stored.products)
+            ),
+            elementwise=_curve("elementwise", stored.elementwise),
+        )
+    except ClusterError as error:
+        raise ClusterError(f"{path}: $.profile.{error}") from error
+
+
+def _curve(place: str, samples: Samples) -> Curve:
+    try:
+        return Curve(samples)
+    except ClusterError as error:
+        raise ClusterError(f"{place}: {error}") from error

@@ -1,0 +1,180 @@
+"""Does a lower prediction mean a faster step?  Predicted seconds against the clock, over many plans of each model.
+
+    python -m benchmarks.ranking [--models gpt …] [--size bench] [--rounds 7] [--profile auto|measure|none|FILE]
+
+Every method on every mesh shape that it can use is planned, compiled and timed on 8 devices of this machine; the plans of a
+model take turns, so that a drift of the machine hits all alike.  Per model:
+
+    tau     Kendall's: (pairs in the right order − pairs in the wrong order) / pairs, over the pairs of plans whose clocks
+            differ by at least 5%
+    regret  clock of the plan with the lowest prediction / clock of the fastest
+
+for predictions by the machine's profile and, of the same plans, by the plain figures of ``Cluster.local(profile=None)``.
+Targets: tau of at least 0.8, regret of at most 1.05.  Run it alone on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from rich.console import Console
+from rich.table import Table
+
+import autopar
+from autopar.cluster import Cluster
+from autopar.cost_model.predict import predict
+from autopar.errors import PlanError
+from autopar.graph.fusion import fuse
+from autopar.measure import FULL, QUICK, measure
+from benchmarks.intra_op import METHODS, run_in_turn
+from benchmarks.models import FAMILIES, Model, build
+
+SEPARATED = 0.05
+TAU_WANTED, REGRET_WANTED = 0.8, 1.05
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """One plan of one model: seconds of a step by the machine's profile, by plain figures, and by the clock."""
+
+    name: str
+    profile_seconds: float
+    plain_seconds: float
+    clock_seconds: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How well one kind of prediction ranks the plans of a model; ``tau`` is None where the clock separates no pair."""
+
+    tau: float | None
+    pairs: int
+    regret: float
+
+
+def verdict(predicted: Sequence[float], clock: Sequence[float]) -> Verdict:
+    """Kendall's tau over the pairs that the clock separates, and the regret; a tie in the prediction counts as neither."""
+    pairs = score = 0
+    for a, b in itertools.combinations(range(len(clock)), 2):
+        if abs(clock[a] - clock[b]) >= SEPARATED * min(clock[a], clock[b]):
+            pairs += 1
+            agreement = (clock[a] - clock[b]) * (predicted[a] - predicted[b])
+            score += (agreement > 0) - (agreement < 0)
+    chosen = min(range(len(clock)), key=lambda number: predicted[number])
+    return Verdict(score / pairs if pairs else None, pairs, clock[chosen] / min(clock))
+
+
+def main() -> None:
+    """Print the plans of every model, then what the ranking is worth."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
+    parser.add_argument("--size", default="bench")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--profile", default="auto", help="auto (measure if there is none), measure, none, or a file")
+    parser.add_argument("--quick", action="store_true", help="measure quickly")
+    arguments = parser.parse_args()
+    console = Console(width=130)
+    cluster = priced(arguments.profile, arguments.quick)
+    ranked = {}
+    for name in arguments.models:
+        ranked[name] = rank(build(name, arguments.size), cluster, arguments.rounds)
+        console.print(plan_table(f"{name} ({arguments.size})", ranked[name]))
+    console.print(verdict_table(ranked))
+
+
+def priced(profile: str, quick: bool) -> Cluster:
+    """This machine with the profile that was asked for."""
+    if profile == "none":
+        return Cluster.local(profile=None)
+    cluster = Cluster.local(profile=None if profile == "measure" else profile)
+    if cluster.profile is None:
+        print("measuring this machine first")
+        cluster = cluster.with_profile(measure(QUICK if quick else FULL))
+    return cluster
+
+
+def rank(model: Model, cluster: Cluster, rounds: int) -> list[Ranked]:
+    """Every plan, fastest first."""
+    compiled = plans(model, cluster)
+    plain = cluster.with_profile(None)
+    clocks = run_in_turn(model, compiled, rounds)
+    found = []
+    for name, step in compiled.items():
+        memory = step.plan.prediction.memory
+        fusion = fuse(step.subject.graph)
+        by_profile, by_figures = (predict(step.program, fusion, one, memory).step_seconds for one in (cluster, plain))
+        found.append(Ranked(name, by_profile, by_figures, clocks[name]))
+    return sorted(found, key=lambda one: one.clock_seconds)
+
+
+def plans(model: Model, cluster: Cluster) -> dict[str, Any]:
+    """Compiled steps by name; of plans that are the same the first."""
+    state, batch = model.abstract_state(), model.abstract_batch()
+    compiled: dict[str, Any] = {}
+    seen = []
+    step = autopar.parallelize(cluster=cluster)(model.train_step)
+    for method, mesh in itertools.product(METHODS, cluster.logical_mesh_shapes()):
+        one = step.with_options(method=method, mesh_shape=mesh.axis_sizes)
+        try:
+            stages = one.plan(state, batch).stages
+        except PlanError:
+            continue  # not a mesh of this method, or too large for a device
+        if stages not in seen:
+            seen.append(stages)
+            compiled[f"{method} {'×'.join(map(str, mesh.axis_sizes))}"] = one.compile(state, batch)
+    return compiled
+
+
+def plan_table(title: str, rows: Sequence[Ranked]) -> Table:
+    """The plans of one model."""
+    table = Table(title=title)
+    table.add_column("plan")
+    for column in ("clock ms", "by profile ms", "off by", "by plain figures ms", "off by"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        predictions = [(row.profile_seconds, row.clock_seconds), (row.plain_seconds, row.clock_seconds)]
+        cells = [(f"{said * 1e3:.2f}", f"×{said / clock:.2f}") for said, clock in predictions]
+        table.add_row(row.name, f"{row.clock_seconds * 1e3:.2f}", *cells[0], *cells[1])
+    return table
+
+
+def verdict_table(ranked: dict[str, list[Ranked]]) -> Table:
+    """Tau and regret per model, the worst and the mean."""
+    table = Table(title=f"wanted: tau ≥ {TAU_WANTED}, regret ≤ {REGRET_WANTED}")
+    table.add_column("model")
+    for column in ("plans", "pairs", "tau", "regret", "tau, plain", "regret, plain"):
+        table.add_column(column, justify="right")
+    found = []
+    for name, rows in ranked.items():
+        clock = [row.clock_seconds for row in rows]
+        both = [
+            verdict([row.profile_seconds for row in rows], clock),
+            verdict([row.plain_seconds for row in rows], clock),
+        ]
+        found.append(both)
+        cells = [cell for one in both for cell in (tau_text(one.tau), f"{one.regret:.3f}")]
+        table.add_row(name, str(len(rows)), str(both[0].pairs), *cells)
+    for label, tau_of, regret_of in (("worst", min, max), ("mean", statistics.mean, statistics.mean)):
+        cells = []
+        for column in zip(*found, strict=True):
+            taus = [one.tau for one in column if one.tau is not None]
+            cells += [tau_text(tau_of(taus) if taus else None), f"{regret_of(one.regret for one in column):.3f}"]
+        table.add_row(label, "", "", *cells, style="bold")
+    return table
+
+
+def tau_text(tau: float | None) -> str:
+    return "" if tau is None else f"{tau:.2f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,350 @@
+"""Are measured prices read as they were measured, everywhere alike, and are bad profiles refused?"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import autopar
+from autopar import profile_file
+from autopar.cluster import Cluster, Mesh
+from autopar.cost_model.collectives import Collective, collective_seconds, group_seconds, permute_seconds, wire_bytes
+from autopar.cost_model.reshard import AffineTable, MeasuredTable, move_seconds, reshard_table
+from autopar.cost_model.roofline import operator_seconds
+from autopar.errors import ClusterError
+from autopar.measure import Effort, measure
+from autopar.plan import Layout
+from autopar.profile import CollectiveCurve, Curve, ProductCurve, ProductShape, Profile, skinny_ratio
+from autopar.profile_file import default_path, find_profile, load_profile, save_profile
+from autopar.schedule.reshard import after_move, layouts_of, moves_between
+from benchmarks.models import build
+
+CURVE = Curve(((1000.0, 2e-5), (9000.0, 1e-4), (17000.0, 5e-4)))
+
+
+def curve(latency_seconds: float, bend: float, bytes_per_second: float) -> Curve:
+    """Flat until ``bend`` bytes, then a line, as of a real collective."""
+    amounts = [bend * factor for factor in (0.1, 1.0, 10.0, 100.0)]
+    return Curve(tuple((x, latency_seconds + max(x - bend, 0.0) / bytes_per_second) for x in amounts))
+
+
+def profile_of(num_devices: int = 8, **changes: Any) -> Profile:
+    kinds = [kind.value for kind in Collective]
+    collectives = tuple(
+        CollectiveCurve(kind, size, curve(1e-5 * size * (1 + number), 2000.0 * (1 + number), 1e9 / (size + number)))
+        for number, kind in enumerate(kinds)
+        for size in (2, 4, 8)
+        if num_devices % size == 0
+    )
+    made = Profile(
+        jax_version="0.0",
+        platform="cpu",
+        device_kind="cpu",
+        num_devices=num_devices,
+        machine="test",
+        measured_at="2026-01-01T00:00:00+00:00",
+        collectives=collectives,
+        products=(
+            ProductCurve("float32", 4, ProductShape.SQUARE, Curve(((1e3, 1e-6), (1e6, 1e-4), (1e9, 5e-2)))),
+            ProductCurve("float32", 4, ProductShape.SKINNY, Curve(((1e3, 1e-6), (1e6, 2e-4), (1e9, 2e-1)))),
+        ),
+        elementwise=Curve(((8.0, 2e-7), (1e4, 1e-6), (1e7, 2e-3))),
+    )
+    return dataclasses.replace(made, **changes)
+
+
+def local() -> Cluster:
+    return Cluster.local(profile=profile_of())
+
+
+# -------------------------------------------------------------------------------------------------------------- curves
+
+
+def test_a_curve_goes_through_its_samples_and_straight_between_them() -> None:
+    assert [CURVE.at(amount) for amount, _ in CURVE.samples] == [seconds for _, seconds in CURVE.samples]
+    assert CURVE.at(5000.0) == pytest.approx(6e-5)
+    assert CURVE.at(0.0) == CURVE.at(500.0) == 2e-5
+
+
+def test_a_curve_goes_on_at_the_rate_of_its_last_segment() -> None:
+    assert CURVE.at(25000.0) == pytest.approx(9e-4)
+
+
+def test_noise_cannot_make_more_work_cheaper() -> None:
+    noisy = Curve(((1.0, 5.0), (2.0, 3.0), (4.0, 7.0), (8.0, 6.0)))
+    assert [noisy.at(x) for x in (1, 2, 3, 4, 8)] == [5, 5, 6, 7, 7]
+    assert noisy.at(10.0) == 9.0  # the last segment that rises: 5 to 7 over 2
+
+
+def test_a_single_point_goes_on_at_its_own_rate() -> None:
+    assert Curve(((10.0, 2.0),)).at(20.0) == 4.0
+
+
+_samples = st.lists(
+    st.tuples(st.floats(1, 1e9), st.floats(1e-7, 1.0)), min_size=1, max_size=8, unique_by=lambda pair: pair[0]
+)
+
+
+@given(_samples, st.floats(0, 1e10), st.floats(0, 1e10))
+def test_curves_rise_and_are_read_alike_one_by_one_and_together(
+    samples: list[tuple[float, float]], one: float, other: float
+) -> None:
+    made = Curve(tuple(sorted(samples)))
+    low, high = sorted((one, other))
+    assert made.at(low) <= made.at(high) * (1 + 1e-12)
+    np.testing.assert_allclose(made.at_all(np.array([one, other])), [made.at(one), made.at(other)], rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [(), ((1.0, math.nan),), ((1.0, -1.0),), ((0.0, 1.0),), ((2.0, 1.0), (1.0, 2.0)), ((1.0, 1.0), (1.0, 2.0))],
+)
+def test_bad_samples_are_refused(samples: tuple[tuple[float, float], ...]) -> None:
+    with pytest.raises(ClusterError, match="sample"):
+        Curve(samples)
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def test_a_profile_survives_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "profile.json"
+    save_profile(profile_of(), path)
+    assert load_profile(path) == profile_of()
+    assert [found.name for found in path.parent.iterdir()] == ["profile.json"]
+
+
+def broken(tmp_path: Path, change: Any) -> Path:
+    path = tmp_path / "profile.json"
+    save_profile(profile_of(), path)
+    stored = json.loads(path.read_text())
+    change(stored)
+    path.write_text(json.dumps(stored))
+    return path
+
+
+def put(*place: Any) -> Any:
+    *way, last, value = place
+
+    def change(stored: Any) -> None:
+        for key in way:
+            stored = stored[key]
+        stored[last] = value
+
+    return change
+
+
+BAD = {
+    "format": (put("format", "autopar-cluster"), "format is 'autopar-cluster'"),
+    "version": (put("version", 2), "version is 2"),
+    "negative": (put("profile", "collectives", 1, "samples", 0, 1, -1e-5), r"collectives\[.*samples"),
+    "nan": (put("profile", "elementwise", 0, 1, math.nan), "not complete JSON"),
+    "text": (put("profile", "products", 0, "samples", 1, 0, "many"), r"products\[.*samples"),
+    "unsorted": (put("profile", "elementwise", 0, 0, 1e9), r"profile\.elementwise: sample 1 has amount"),
+    "empty": (put("profile", "elementwise", []), "elementwise"),
+    "kind": (put("profile", "collectives", 0, "kind", "gossip"), r"collectives\[0\].kind is 'gossip'"),
+    "shape": (put("profile", "products", 0, "shape", "round"), "shape"),
+    "group": (put("profile", "collectives", 0, "group_size", 1), "group_size"),
+    "twice": (put("profile", "collectives", 0, "group_size", 4), r"collectives\[1\]: .* is there twice"),
+    "unknown": (put("profile", "latency", 3), "latency"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_profiles_are_refused_with_the_place(name: str, tmp_path: Path) -> None:
+    change, said = BAD[name]
+    path = broken(tmp_path, change)
+    with pytest.raises(ClusterError, match=said) as refused:
+        load_profile(path)
+    assert str(path) in str(refused.value)
+
+
+def test_cut_and_missing_profiles_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    with pytest.raises(ClusterError, match="cannot read profile"):
+        load_profile(path)
+    save_profile(profile_of(), path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ClusterError, match="cut short"):
+        load_profile(path)
+
+
+# ------------------------------------------------------------------------------------------------------------ clusters
+
+
+def test_a_cluster_with_a_profile_is_another_cluster() -> None:
+    plain, measured = Cluster.local(), local()
+    assert measured != plain
+    assert measured == plain.with_profile(profile_of())
+    assert hash(measured) == hash(plain.with_profile(profile_of()))
+    assert measured.with_profile(None) == plain
+
+
+def test_profiles_of_other_devices_are_refused() -> None:
+    with pytest.raises(ClusterError, match="measured on 4 devices at once"):
+        Cluster.local(profile=profile_of(4))
+    with pytest.raises(ClusterError, match="measured on cpu"):
+        Cluster.preset("p4d.24xlarge").with_profile(profile_of())
+
+
+def test_local_takes_the_profile_of_its_own_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("AUTOPAR_PROFILE")
+    assert Cluster.local().profile is None
+    save_profile(profile_of(), default_path("cpu", "cpu", 8))
+    assert tmp_path in default_path("cpu", "cpu", 8).parents
+    assert Cluster.local().profile == profile_of()
+    assert Cluster.local(profile=None).profile is None
+    assert find_profile("cpu", "cpu", 4) is None
+
+
+def test_the_environment_names_a_profile_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "mine.json"
+    save_profile(profile_of(), path)
+    monkeypatch.setenv(profile_file.PLACE_VARIABLE, str(path))
+    assert Cluster.local().profile == profile_of()
+    assert Cluster.local(profile=path).profile == profile_of()
+    assert find_profile("cpu", "cpu", 2) is None
+    monkeypatch.setenv(profile_file.PLACE_VARIABLE, "none")
+    assert Cluster.local().profile is None
+
+
+# -------------------------------------------------------------------------------------------------------------- prices
+
+MESH = Mesh(("data", "model"), (2, 4))
+
+
+@pytest.mark.parametrize("kind", list(Collective))
+@pytest.mark.parametrize("axes", [("data",), ("model",), ("data", "model")])
+def test_collectives_take_their_seconds_from_their_curve(kind: Collective, axes: tuple[str, ...]) -> None:
+    size = MESH.axis_size(*axes)
+    found = profile_of().collective(kind.value, size)
+    assert found is not None
+    for full_bytes in (0.0, 1e3, 1e5, 1e8):
+        expected = found.at(wire_bytes(kind, full_bytes, size))
+        assert collective_seconds(kind, full_bytes, axes, MESH, local()) == expected
+    groups = (tuple(range(4)), tuple(range(4, 8)))
+    if kind is not Collective.PERMUTE and axes == ("model",):
+        assert group_seconds(kind, 1e5, groups, local()) == collective_seconds(kind, 1e5, axes, MESH, local())
+
+
+def test_permutes_by_pairs_take_the_curve_too() -> None:
+    found = profile_of().collective("permute", 2)
+    assert found is not None
+    assert permute_seconds(1e6, ((0, 1), (1, 0), (2, 2)), local()) == found.at(1e6)
+    assert permute_seconds(1e6, ((2, 2),), local()) == 0.0
+
+
+def test_group_sizes_that_were_not_measured_take_the_nearest_by_ring_factor() -> None:
+    profile = profile_of()
+    by_size = {one.group_size: one.curve for one in profile.collectives if one.kind == "all-reduce"}
+    assert profile.collective("all-reduce", 3) is by_size[4]  # 2/3 is nearer to 3/4 than to 1/2
+    assert profile.collective("all-reduce", 6) is by_size[8]
+    assert profile.collective("all-reduce", 64) is by_size[8]
+    assert profile_of(collectives=()).collective("all-reduce", 2) is None
+
+
+def test_what_was_not_measured_keeps_its_analytic_price() -> None:
+    plain = Cluster.local()
+    bare = plain.with_profile(profile_of(collectives=()))
+    axes = ("data", "model")
+    for kind in Collective:
+        assert collective_seconds(kind, 1e5, axes, MESH, bare) == collective_seconds(kind, 1e5, axes, MESH, plain)
+    assert operator_seconds(1e9, 0, "float64", local(), product=True) == operator_seconds(1e9, 0, "float64", plain)
+    two_hosts = plain.replace(hosts=2, devices_per_host=4)
+    measured = two_hosts.with_profile(profile_of(4))
+    crossing = collective_seconds(Collective.ALL_REDUCE, 1e5, ("data",), MESH, measured)
+    assert crossing == collective_seconds(Collective.ALL_REDUCE, 1e5, ("data",), MESH, two_hosts)
+    inside = collective_seconds(Collective.ALL_REDUCE, 1e5, ("model",), MESH, measured)
+    assert inside != collective_seconds(Collective.ALL_REDUCE, 1e5, ("model",), MESH, two_hosts)
+
+
+def test_products_go_from_the_skinny_curve_to_the_square_one() -> None:
+    profile = profile_of()
+    square, skinny = profile.products[0].curve.at(2e6), profile.products[1].curve.at(2e6)
+    side_bytes = 3 * 1e2**2 * 4.0  # a square product of 2e6 FLOPs has sides of 100
+    assert profile.product_seconds(2e6, side_bytes, "float32") == pytest.approx(square)
+    assert profile.product_seconds(2e6, side_bytes / 2, "float32") == pytest.approx(square)
+    assert profile.product_seconds(2e6, side_bytes / skinny_ratio(), "float32") == pytest.approx(skinny)
+    assert profile.product_seconds(2e6, side_bytes * 100, "float32") == pytest.approx(skinny)
+    between = profile.product_seconds(2e6, side_bytes / skinny_ratio() ** 0.5, "float32")
+    assert between == pytest.approx((square + skinny) / 2)
+    assert profile.product_seconds(2e6, side_bytes, "int8") is None
+
+
+def test_the_skinny_ratio_is_that_of_the_measured_shapes() -> None:
+    side, inner = 1600, 100
+    flops = 2 * side * side * inner
+    assert skinny_ratio() == pytest.approx(3 * (flops / 2) ** (2 / 3) / (side * side + 2 * side * inner))
+
+
+def test_elementwise_kernels_cost_their_bytes_and_fused_ones_nothing() -> None:
+    assert operator_seconds(10, 1e6, "float32", local()) == profile_of().elementwise.at(1e6)
+    assert operator_seconds(0, 0, "float32", local()) == 0.0
+
+
+@pytest.mark.parametrize("combined", [False, True])
+@pytest.mark.parametrize("sizes", [(8,), (2, 4), (2, 2, 2)])
+def test_the_reshard_table_adds_up_the_moves_at_any_size(sizes: tuple[int, ...], combined: bool) -> None:
+    mesh = Mesh(("data", "model", "extra")[: len(sizes)], sizes)
+    shape = (16, 24)
+    layouts = list(layouts_of(shape, mesh, partial=True))
+    table = reshard_table(shape, mesh, local(), combined=combined)
+    assert isinstance(table, MeasuredTable)
+    assert isinstance(reshard_table(shape, mesh, Cluster.local()), AffineTable)
+    for array_bytes in (64.0, 1e5, 3e7):
+        found = table.between(layouts, layouts, array_bytes)
+        for a in range(0, len(layouts), 5):
+            for b in range(0, len(layouts), 3):
+                expected = _way_seconds(shape, layouts[a], layouts[b], array_bytes, mesh, combined)
+                assert found[a, b] == pytest.approx(expected, rel=1e-9, abs=1e-15)
+
+
+def _way_seconds(
+    shape: tuple[int, ...], source: Layout, target: Layout, array_bytes: float, mesh: Mesh, combined: bool
+) -> float:
+    total, layout = 0.0, source
+    for move in moves_between(shape, source, target, mesh):
+        joins = combined and move.kind.name == "ALL_REDUCE"  # all that XLA:CPU combines
+        total += move_seconds(move, layout, array_bytes, mesh, local(), joins=joins)
+        layout = after_move(layout, move, mesh)
+    return total
+
+
+def test_a_plan_on_measured_prices_agrees_with_its_program() -> None:
+    model = build("mlp_nnx")
+    found = autopar.verify_plan(model.train_step, model.abstract_state(), model.abstract_batch(), cluster=local())
+    assert found.agrees, str(found)
+    said = next(figure for figure in found.figures if figure.what == "communication")
+    # What the backend combines is predicted at the rate of large messages, and is one message in the program.
+    assert said.predicted == pytest.approx(said.compiled, rel=0.25)
+
+
+# ----------------------------------------------------------------------------------------------------------- measuring
+
+
+def test_everything_is_measured_on_all_devices() -> None:
+    effort = Effort(
+        full_bytes=(1 << 12, 1 << 16), sides=(16, 32), dtypes=("float32",), array_bytes=(1 << 12, 1 << 20),
+        seconds=0.0, least_runs=2,
+    )  # fmt: skip
+    said: list[str] = []
+    profile = measure(effort, said.append)
+    assert (profile.platform, profile.num_devices) == ("cpu", 8)
+    kinds = {(one.kind, one.group_size) for one in profile.collectives}
+    assert kinds == {(kind.value, size) for kind in Collective for size in (2, 4, 8)}
+    for one in profile.collectives:
+        expected = [wire_bytes(Collective(one.kind), size, one.group_size) for size in effort.full_bytes]
+        assert [amount for amount, _ in one.curve.samples] == expected
+    assert {(one.dtype, one.shape) for one in profile.products} == {("float32", shape) for shape in ProductShape}
+    assert [amount for amount, _ in profile.elementwise.samples] == [8.0, 2.0 * (1 << 12), 2.0 * (1 << 20)]
+    assert "all-reduce of 4 KiB among 2" in said
+    assert Cluster.local(profile=profile).profile is profile
