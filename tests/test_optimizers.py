@@ -5,12 +5,13 @@ norms per layer, gradients collected over several steps, updates refused where t
 for different leaves, an average of the parameters, a loss scaled up and down.  Float64: every leaf of the state and every
 metric to 1e-9 of its largest magnitude (see :mod:`tests.test_correctness`).
 
-The default run meets every optimizer once under ``auto`` and, under ``zero3``, those whose state is not shaped like the
+The default run meets every optimizer once under ``auto`` and, under ``zero3``, some whose state is not shaped like the
 parameters, or that branch; ``verify`` takes the product with all methods.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -142,7 +143,7 @@ RECIPES: Mapping[str, Callable[[], tuple[Callable[[], State], Step]]] = {
 OVERFLOWING = ("apply_if_finite", "dynamic_loss_scale")
 SAMPLE = (
     *((name, "auto") for name in RECIPES),
-    *((name, "zero3") for name in ("lamb", "adafactor", "multi_steps", "apply_if_finite", "dynamic_loss_scale")),
+    *((name, "zero3") for name in ("adafactor", "multi_steps", "apply_if_finite")),
 )
 
 
@@ -158,20 +159,28 @@ def run(name: str, step: Any, state: State) -> Run:
     return Run(leaves_by_path(state), tuple(metrics))
 
 
-def check(name: str, method: str) -> Run:
+@functools.cache
+def reference(name: str) -> Run:
+    """The undecorated step under ``jax.jit``."""
+    with precision(jnp.float64):
+        make_state, train_step = RECIPES[name]()
+        return run(name, jax.jit(train_step), jax.jit(make_state)())
+
+
+def check(name: str, method: str) -> None:
+    expected = reference(name)
     with precision(jnp.float64):
         make_state, train_step = RECIPES[name]()
         model = Model(name, make_state, train_step, make_batch, BATCH)
-        expected = run(name, jax.jit(train_step), jax.jit(make_state)())
         step = autopar.parallelize(method=method, cluster=eight_slow_devices())(train_step)
         got = run(name, step, step.init(make_state, model.abstract_batch()))
     assert is_cut(step.last.plan)
     assert wrong_leaves(expected.state, got.state) == {}
     for number, (ours, theirs) in enumerate(zip(got.metrics, expected.metrics, strict=True)):
         if name in OVERFLOWING and number == BAD_STEP:
-            assert ours.pop("['loss']") == theirs.pop("['loss']") == np.inf
-        assert wrong_leaves(theirs, ours) == {}
-    return expected
+            assert ours["['loss']"] == theirs["['loss']"] == np.inf
+        else:
+            assert wrong_leaves(theirs, ours) == {}
 
 
 @pytest.mark.parametrize(("name", "method"), SAMPLE)
@@ -189,9 +198,7 @@ def test_float64_of_every_optimizer_and_method(name: str, method: str) -> None:
 @pytest.mark.parametrize("name", OVERFLOWING)
 def test_the_bad_step_is_really_refused(name: str) -> None:
     """What the comparison above rests on: there is an overflow, and the state stays finite."""
-    with precision(jnp.float64):
-        make_state, train_step = RECIPES[name]()
-        said = run(name, jax.jit(train_step), jax.jit(make_state)())
+    said = reference(name)
     losses = [float(metrics["['loss']"]) for metrics in said.metrics]
     assert [number for number, loss in enumerate(losses) if not np.isfinite(loss)] == [BAD_STEP]
     assert losses[-1] < losses[0]
