@@ -150,6 +150,8 @@ class TensorParallel:
         for position in subject.state:
             value = subject.graph.values[subject.graph.inputs[position]]
             dims = reach.get(value.id, frozenset())
+            if len(dims) > 1:  # reached from two sides (an expert's gradient: by its features and by its number)
+                continue
             cut = tuple(("model",) if dim in dims else () for dim in range(len(value.shape)))
             pinned[value.id] = Layout(cut)
         return Restriction(pinned=pinned, pinned_copies=pinned, reach={**data, "model": reach})

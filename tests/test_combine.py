@@ -20,7 +20,7 @@ from autopar.cost_model.collectives import Collective, collective_seconds
 from autopar.cost_model.combine import MOST_COMBINED, combined, joined, led_by
 from autopar.cost_model.hlo import collectives, parse_module
 from benchmarks.models import FAMILIES, build
-from tests.toy_runs import eight_slow_devices
+from tests.toy_runs import eight_slow_devices, sample
 
 ADDITION = (Collective.ALL_REDUCE, ("data",), "float32")
 
@@ -122,9 +122,11 @@ def levels(arrays: Arrays) -> Iterator[Arrays]:
             yield from levels(made.inner)
 
 
-@pytest.mark.parametrize("method", ["data_parallel", "zero2", "tensor_parallel"])
-@pytest.mark.parametrize("name", list(FAMILIES))
-def test_the_all_reduces_of_a_step_are_those_of_its_compiled_program(name: str, method: str) -> None:
+REDUCING = ("data_parallel", "zero2", "tensor_parallel")
+
+
+def check_all_reduces(name: str, method: str) -> None:
+    """The sets of all-reduces that the compiled program sends together are those predicted."""
     model = build(name, "toy")
     step = autopar.parallelize(cluster=eight_slow_devices(), method=method)(model.train_step)
     compiled = step.compile(model.abstract_state(), model.abstract_batch())
@@ -136,6 +138,18 @@ def test_the_all_reduces_of_a_step_are_those_of_its_compiled_program(name: str, 
     )
     ran = [one for one in collectives(parse_module(compiled.as_text())) if one.kind is Collective.ALL_REDUCE]
     assert predicted == Counter(one.full_bytes for one in ran if one.reduction == "add")
+
+
+@pytest.mark.parametrize(("name", "method"), sample(REDUCING))
+def test_the_all_reduces_of_a_step_are_those_of_its_compiled_program(name: str, method: str) -> None:
+    check_all_reduces(name, method)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("method", REDUCING)
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_the_all_reduces_of_every_step_are_those_of_its_compiled_program(name: str, method: str) -> None:
+    check_all_reduces(name, method)
 
 
 def test_a_set_pays_its_latency_once() -> None:

@@ -39,6 +39,10 @@ SAMPLE = (
     ("mlp_nnx", "tensor_parallel"),
     ("llama_nnx", "auto"),
     ("llama_nnx", "tensor_parallel"),
+    ("moe", "tensor_parallel"),
+    ("long_context", "auto"),
+    ("two_tower", "auto"),
+    ("two_tower", "zero2"),
 )
 PRODUCT = tuple((name, method) for name in FAMILIES for method in METHODS)
 

@@ -8,13 +8,21 @@ from types import MappingProxyType
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from benchmarks.models import gpt, llama_nnx, mlp_nnx
+from benchmarks.models import gpt, llama_nnx, long_context, mlp_nnx, moe, two_tower
 from benchmarks.models.base import Batch, Family, Model, Size
 
 __all__ = ["FAMILIES", "Batch", "Family", "Model", "Size", "build"]
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {family.name: family for family in (gpt.UNROLLED, gpt.SCANNED, mlp_nnx.FAMILY, llama_nnx.FAMILY)}
+    {
+        "gpt": gpt.UNROLLED,
+        "gpt_scan": gpt.SCANNED,
+        "mlp_nnx": mlp_nnx.FAMILY,
+        "llama_nnx": llama_nnx.FAMILY,
+        "moe": moe.FAMILY,
+        "long_context": long_context.FAMILY,
+        "two_tower": two_tower.FAMILY,
+    }
 )
 
 

@@ -81,6 +81,25 @@ class Settings:
         }
         return {**architecture, "batch_size": self.batch_size, "seed": self.seed, "text_bytes": self.text_bytes}
 
+    def task(self) -> Task:
+        """The model that is trained."""
+        config = self.gpt_config()
+        init_fn = partial(model.create_state, jax.random.key(self.seed), config, self.optimizer_config())
+        return Task("GPT", model.parameter_count(config), init_fn, model.train_step)
+
+
+TrainStep = Callable[[model.TrainState, model.Batch], tuple[model.TrainState, model.Metrics]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is trained: its name, its size, a fresh state, and one step."""
+
+    name: str
+    parameters: int
+    init_fn: Callable[[], model.TrainState]
+    train_step: TrainStep
+
 
 class Step(Protocol):
     """What this script needs of a train step, planned or not."""
@@ -93,8 +112,8 @@ class Step(Protocol):
 class PlainStep:
     """The train step on one device under `jax.jit`."""
 
-    def __init__(self) -> None:
-        self._step = jax.jit(model.train_step, donate_argnums=0)
+    def __init__(self, train_step: TrainStep) -> None:
+        self._step = jax.jit(train_step, donate_argnums=0)
 
     def init(self, init_fn: Callable[[], model.TrainState], *rest: Any) -> model.TrainState:
         return jax.jit(init_fn)()
@@ -103,13 +122,13 @@ class PlainStep:
         return self._step(state, batch)
 
 
-def make_step(method: str) -> Step:
+def make_step(method: str, train_step: TrainStep = model.train_step) -> Step:
     """The train step under `method`: a method of autopar, or `none`."""
     if method == NO_PLAN:
-        return PlainStep()
+        return PlainStep(train_step)
     import autopar
 
-    return autopar.parallelize(method=method)(model.train_step)
+    return autopar.parallelize(method=method)(train_step)
 
 
 def explain(method: str, step: Any, *shapes: Any) -> str:
@@ -270,22 +289,21 @@ def conclude(session: Session, state: model.TrainState, dataset: data.Dataset) -
 
 def run(settings: Settings, console: Console) -> int:
     """The whole run; returns the exit status."""
-    config = settings.gpt_config()
+    config, task = settings.gpt_config(), settings.task()
     with console.status("reading the standard library, training the tokenizer"):
         dataset = data.prepare(settings.run_dir / "data", config.vocab_size, settings.text_bytes)
     devices = jax.devices()
     console.print(
-        f"GPT of {model.parameter_count(config) / 1e6:,.2f} M parameters, {len(dataset.train) / 1e6:.2f} M tokens of "
+        f"{task.name} of {task.parameters / 1e6:,.2f} M parameters, {len(dataset.train) / 1e6:.2f} M tokens of "
         f"text, {len(devices)} × {devices[0].device_kind}, method {settings.method}",
         highlight=False,
     )
     batches = data.BatchIterator(dataset.train, settings.batch_size, config.sequence, settings.seed)
     shapes = batches.shapes()
-    step = make_step(settings.method)
-    init_fn = partial(model.create_state, jax.random.key(settings.seed), config, settings.optimizer_config())
+    step = make_step(settings.method, task.train_step)
     with Checkpoints(settings.run_dir / "checkpoints") as checkpoints:
         with console.status("planning, and creating the state"):
-            state = step.init(init_fn, shapes)
+            state = step.init(task.init_fn, shapes)
         session = Session(settings, console, step, batches, checkpoints)
         state = session.resume(state)
         first = int(state.step)
@@ -306,12 +324,9 @@ def run(settings: Settings, console: Console) -> int:
     return 0
 
 
-def parse(arguments: Sequence[str] | None = None) -> Settings:
-    """The settings that the command line describes."""
-    default = Settings()
-    parser = argparse.ArgumentParser(prog="python -m examples.gpt.train", description=(__doc__ or "").split("\n")[0])
+def shared_options(parser: argparse.ArgumentParser, default: Settings) -> None:
+    """The options of every model that this loop trains, one for each field of `Settings` but the preset's."""
     add = partial(parser.add_argument)
-    add("--preset", choices=list(model.PRESETS), default=default.preset, help="size of the model")
     add("--steps", type=int, default=default.steps, help="steps in all, those of earlier runs included")
     add("--run-dir", type=Path, default=default.run_dir, help="where data, checkpoints and the explanation are kept")
     add(
@@ -322,8 +337,6 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
     add("--batch-size", type=int, default=default.batch_size, help="sequences per step, over all devices")
     add("--sequence", type=int, help="tokens per sequence (default: the preset's)")
     add("--layers", type=int, help="number of layers (default: the preset's)")
-    add("--scan-layers", action="store_true", help="one nn.scan over the layers in place of one block after another")
-    add("--remat", action="store_true", help="recompute activations in the backward pass")
     add("--dropout", type=float, default=default.dropout)
     add("--dtype", choices=["float32", "bfloat16"], default=default.dtype, help="what the blocks compute in")
     add("--learning-rate", type=float, default=default.learning_rate, help="at the peak of the schedule")
@@ -333,6 +346,17 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
     add("--sample-tokens", type=int, default=default.sample_tokens)
     add("--checkpoint-every", type=int, default=default.checkpoint_every, help="steps between checkpoints")
     add("--cpu-devices", type=int, default=default.cpu_devices, help="virtual devices where there is no accelerator")
+
+
+def parse(arguments: Sequence[str] | None = None) -> Settings:
+    """The settings that the command line describes."""
+    default = Settings()
+    parser = argparse.ArgumentParser(prog="python -m examples.gpt.train", description=(__doc__ or "").split("\n")[0])
+    add = partial(parser.add_argument)
+    add("--preset", choices=list(model.PRESETS), default=default.preset, help="size of the model")
+    add("--scan-layers", action="store_true", help="one nn.scan over the layers in place of one block after another")
+    add("--remat", action="store_true", help="recompute activations in the backward pass")
+    shared_options(parser, default)
     return Settings(**vars(parser.parse_args(arguments)))
 
 
