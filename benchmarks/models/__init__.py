@@ -8,13 +8,25 @@ from types import MappingProxyType
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from benchmarks.models import gpt, llama_nnx, mlp_nnx
+from benchmarks.models import gpt, llama_nnx, lstm, mlp_nnx, t5, unet, vit, wide_resnet
 from benchmarks.models.base import Batch, Family, Model, Size
 
 __all__ = ["FAMILIES", "Batch", "Family", "Model", "Size", "build"]
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {family.name: family for family in (gpt.UNROLLED, gpt.SCANNED, mlp_nnx.FAMILY, llama_nnx.FAMILY)}
+    {
+        "gpt": gpt.UNROLLED,
+        "gpt_scan": gpt.SCANNED,
+        "gpt_remat": gpt.REMATERIALISED,
+        "gpt2": gpt.GPT2,
+        "mlp_nnx": mlp_nnx.FAMILY,
+        "llama_nnx": llama_nnx.FAMILY,
+        "wide_resnet": wide_resnet.FAMILY,
+        "unet": unet.FAMILY,
+        "vit": vit.FAMILY,
+        "t5": t5.FAMILY,
+        "lstm": lstm.FAMILY,
+    }
 )
 
 
