@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,13 @@ from autopar.cluster import Cluster
 from benchmarks.models import Model, build
 
 METHODS = ("auto", "data_parallel", "zero2", "zero3", "tensor_parallel")
+
+
+def sample(names: Sequence[str], options: Sequence[str], seed: int) -> tuple[tuple[str, str], ...]:
+    """Every name with one of the options, every option as often as the others; the same for the same seed."""
+    deck = [options[number % len(options)] for number in range(len(names))]
+    random.Random(seed).shuffle(deck)
+    return tuple(zip(names, deck, strict=True))
 
 
 @functools.cache

@@ -11,6 +11,9 @@ that are not elementwise gets a *copy* node between itself and them: one gather 
 sums (gradients of a tied embedding; the input gradients of the query, key and value projections): reducing after the
 addition halves the bytes.
 
+The same holds for a loop's carry that only gathers summands (an LSTM's gradients over time): each device gathers its own,
+and one reduction follows the loop.
+
 *Edges* join a node that produces an array with one that needs it; the edge's price is the reshard between the layout
 that the one yields and the layout that the other wants.  State that a step returns has an edge to the input that it will be in
 the next step, so it goes back to the layout that it came in, and the reshard at the end of the step has its price.  The
@@ -131,10 +134,13 @@ def is_elementwise(operator: Operator, values: dict[int, Value]) -> bool:
     return bool(operator.results)
 
 
-def linear_values(graph: Graph) -> set[int]:
-    """Values that lie between a sum and an addition of two sums, by linear operators only (this level of the tree)."""
+def linear_values(graph: Graph, gathering: frozenset[int] = frozenset()) -> set[int]:
+    """Values that lie between a sum and an addition of two sums, by linear operators only (this level of the tree).
+
+    ``gathering`` are inputs of the graph that may be sums too.
+    """
     producer = {result: operator for operator in graph.operators for result in operator.results}
-    sums: set[int] = set()
+    sums: set[int] = set(gathering)
     for operator in graph.operators:
         if any(factor.kind.leaves_sum for factor in operator.rule.factors) or (
             operator.linear and all(operand in sums for operand in operator.operands if operand is not None)
@@ -150,9 +156,27 @@ def linear_values(graph: Graph) -> set[int]:
                 if value in found or value not in sums:
                     continue
                 found.add(value)
-                if producer[value].linear:
+                if value in producer and producer[value].linear:
+                    stack.extend(producer[value].results)
                     stack.extend(operand for operand in producer[value].operands if operand is not None)
     return found
+
+
+def gathering_carries(operator: Operator) -> frozenset[int]:
+    """Inputs of a scan's body that nobody reads but the linear operator that makes their next value, for the loop alone."""
+    if operator.primitive != LoopKind.SCAN:
+        return frozenset()
+    (body,) = operator.bodies
+    consts, carries = _compat.scan_arity(operator.equation.params)
+    reads = Counter([*(operand for inner in body.operators for operand in inner.operands), *body.outputs])
+    producer = {result: inner for inner in body.operators for result in inner.results}
+    links = zip(body.inputs[consts : consts + carries], body.outputs[:carries], strict=True)
+    return frozenset(
+        carry
+        for carry, out in links
+        if reads[carry] == reads[out] == 1 and out in producer
+        if producer[out].linear and carry in producer[out].operands
+    )
 
 
 def state_problem(graph: Graph, state_pairs: tuple[tuple[int, int], ...]) -> Problem:
@@ -193,8 +217,8 @@ class _ProblemBuilder:
         if a != b:
             self._parent[max(a, b)] = min(a, b)
 
-    def add_level(self, graph: Graph, *, trips: int) -> None:
-        linear = linear_values(graph)
+    def add_level(self, graph: Graph, *, trips: int, gathering: frozenset[int] = frozenset()) -> None:
+        linear = linear_values(graph, gathering)
         self._partial |= linear
         alone = {*graph.inputs, *graph.constants, *linear}
         self._constants.update(graph.constants)
@@ -228,7 +252,7 @@ class _ProblemBuilder:
     def _add_loop(self, operator: Operator, trips: int) -> None:
         for body in operator.bodies:
             self._inputs.update(body.inputs)
-            self.add_level(body, trips=trips * body.trips)
+            self.add_level(body, trips=trips * body.trips, gathering=gathering_carries(operator))
         for link in loop_links(operator):
             inner_trips = trips * operator.bodies[link.body].trips if link.inside else trips
             self._extra.append(
