@@ -122,11 +122,23 @@ def levels(arrays: Arrays) -> Iterator[Arrays]:
             yield from levels(made.inner)
 
 
-REDUCING = ("data_parallel", "zero2", "tensor_parallel")
+METHODS = ("data_parallel", "zero2", "tensor_parallel")
+PRODUCT = tuple((name, method) for name in FAMILIES for method in METHODS)
+SAMPLE = sample(tuple(FAMILIES), METHODS, seed=4)
+
+
+@pytest.mark.parametrize(("name", "method"), SAMPLE)
+def test_the_all_reduces_of_a_step_are_those_of_its_compiled_program(name: str, method: str) -> None:
+    check_all_reduces(name, method)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize(("name", "method"), [pair for pair in PRODUCT if pair not in SAMPLE])
+def test_the_all_reduces_of_every_step_are_those_of_its_compiled_program(name: str, method: str) -> None:
+    check_all_reduces(name, method)
 
 
 def check_all_reduces(name: str, method: str) -> None:
-    """The sets of all-reduces that the compiled program sends together are those predicted."""
     model = build(name, "toy")
     step = autopar.parallelize(cluster=eight_slow_devices(), method=method)(model.train_step)
     compiled = step.compile(model.abstract_state(), model.abstract_batch())

@@ -80,6 +80,17 @@ def test_published_sizes_have_the_parameters_of_their_names() -> None:
     assert sum(math.prod(leaf.shape) for leaf in params) == 8_030_261_248  # the model card's 8.03 B
 
 
+LINEN = ("gpt2", "wide_resnet", "unet", "vit", "t5", "lstm")
+PUBLISHED = [(name, size) for name in LINEN for size in FAMILIES[name].sizes if size not in tuple(Size)]
+
+
+@pytest.mark.parametrize(("name", "size"), PUBLISHED)
+def test_a_published_size_has_the_parameters_of_its_name(name: str, size: str) -> None:
+    params = build(name, size).abstract_state().params
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    assert count == pytest.approx(float(size[:-1]) * {"M": 1e6, "B": 1e9}[size[-1]], rel=0.05)
+
+
 def test_a_name_that_is_not_there_is_refused_with_those_that_are() -> None:
     with pytest.raises(KeyError, match="llama_nnx"):
         build("bert")

@@ -187,7 +187,9 @@ def test_microbatches_give_the_numbers_of_the_whole_batch(loss: Any, count: int)
 def test_coupled_examples_are_refused_with_the_line(loss: Any) -> None:
     with precision(jnp.float64):
         step = autopar.parallelize(num_microbatches=2, cluster=eight_slow_devices())(step_of(loss))
-        with pytest.raises(CoupledBatchError, match=r"cannot be cut into microbatches: \w+ at .*test_microbatches.py:\d+"):
+        with pytest.raises(
+            CoupledBatchError, match=r"cannot be cut into microbatches: \w+ at .*test_microbatches.py:\d+"
+        ):
             step.plan(first_state(), examples(np.random.default_rng(1)))
 
 
@@ -211,7 +213,11 @@ def test_batch_norm_of_flax_is_refused() -> None:
 def test_what_each_example_yields_comes_back_in_order() -> None:
     def step(state: Any, batch: Any) -> Any:
         y = hidden(state, batch["x"])
-        return jax.tree.map(lambda p: p * 0.9, state), {"each": y.sum(axis=-1), "flipped": y.T, "sorted": jnp.sort(y[:, 0])}
+        return jax.tree.map(lambda p: p * 0.9, state), {
+            "each": y.sum(axis=-1),
+            "flipped": y.T,
+            "sorted": jnp.sort(y[:, 0]),
+        }
 
     with precision(jnp.float64):
         state, batch = parameters(np.random.default_rng(0)), examples(np.random.default_rng(1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,18 +16,16 @@ from jax.typing import DTypeLike
 
 import autopar
 from autopar.cluster import Cluster
-from benchmarks.models import FAMILIES, Model, build
+from benchmarks.models import Model, build
 
 METHODS = ("auto", "data_parallel", "zero2", "zero3", "tensor_parallel")
 
 
-def sample(methods: Sequence[str], each: int = 1) -> tuple[tuple[str, str], ...]:
-    """A sample of model × method: every model meets ``each`` of the methods, which take turns from model to model."""
-    return tuple(
-        (name, methods[(number * each + turn) % len(methods)])
-        for number, name in enumerate(FAMILIES)
-        for turn in range(each)
-    )
+def sample(names: Sequence[str], options: Sequence[str], seed: int) -> tuple[tuple[str, str], ...]:
+    """Every name with one of the options, every option as often as the others; the same for the same seed."""
+    deck = [options[number % len(options)] for number in range(len(names))]
+    random.Random(seed).shuffle(deck)
+    return tuple(zip(names, deck, strict=True))
 
 
 @functools.cache

@@ -285,6 +285,8 @@ class _Builder:
             self._loop(step)
         elif operator.primitive == "dot_general":
             self._dot(step)
+        elif operator.primitive == "conv_general_dilated" and self._on_cpu:
+            self._convolution(step)
         elif operator.primitive == "optimization_barrier":
             self._barrier(step)
         elif len(step.results) == 1:
@@ -395,9 +397,8 @@ class _Builder:
             node = self.at[buffer]
             shape = self.arrays.nodes[node].shape
             order = _dot_order(len(shape), contracting[side], batch[side], side)
-            long = [dim for dim in order if shape[dim] > 1]
             # A transposed matrix is read as such; of more dimensions a copy is made.
-            if long != sorted(long) and (len(shape) > 2 or batch[side]) and self._on_cpu:
+            if self._is_moved(node, order) and (len(shape) > 2 or batch[side]) and self._on_cpu:
                 node = self._relayout(node, order)
             elif len(shape) > len(batch[side]) + 2:
                 node = self._once((node, "matrix"), partial(self._again, node, Form.RENAME))
@@ -405,6 +406,26 @@ class _Builder:
         number, _ = self._computed(Form.KERNEL, tuple(inputs), step)
         if len(self.arrays.nodes[number].shape) > len(batch[0]) + 2:
             self.at[step.results[0]] = self._once((number, "array"), partial(self._again, number, Form.RENAME))
+
+    def _convolution(self, step: Run) -> None:
+        """XLA:CPU reads (batch, space, features) and (space, inward, outward), and writes (batch, space, features)."""
+        numbers = step.operator.equation.params["dimension_numbers"]
+        batch, inward, *space = numbers.lhs_spec
+        outward, summed, *window = numbers.rhs_spec
+        inputs = []
+        for buffer, order in zip(step.operands, ((batch, *space, inward), (*window, summed, outward)), strict=True):
+            assert buffer is not None
+            node = self.at[buffer]
+            inputs.append(self._relayout(node, order) if self._is_moved(node, order) else node)
+        number, _ = self._computed(Form.KERNEL, tuple(inputs), step)
+        batch, features, *space = numbers.out_spec
+        if self._is_moved(number, (batch, *space, features)):
+            self.at[step.results[0]] = self._relayout(number, (batch, *space, features))
+
+    def _is_moved(self, node: int, order: tuple[int, ...]) -> bool:
+        """Whether elements move in memory when the dimensions are put into this order."""
+        long = [dim for dim in order if self.arrays.nodes[node].shape[dim] > 1]
+        return long != sorted(long)
 
     def _computed(self, form: Form, inputs: tuple[int, ...], step: Run) -> tuple[int, bool]:
         """The node of an operator's result, and whether it is new: equal work is done once, as XLA sees to it."""

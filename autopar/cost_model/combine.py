@@ -29,21 +29,20 @@ def combined(arrays: Arrays) -> list[tuple[int, ...]]:
     while order:
         group: list[int] = []
         left: list[int] = []
-        taken = 0
+        taken = awaited = 0
         for index, node in enumerate(order):
             if arrays.nodes[node].combines != arrays.nodes[order[0]].combines:
                 left.append(node)
-            elif above[node] & taken or len(group) == MOST_COMBINED:
+            elif above[node] & taken or awaited & bit[node] or len(group) == MOST_COMBINED:
                 left += order[index:]
                 break
             else:
                 group.append(node)
                 taken |= bit[node]
+                awaited |= above[node]
         found.append(tuple(group))
         order = left
-        behind = taken
-        for node in group:
-            behind |= above[node]
+        behind = taken | awaited
         for node in order:  # what waits for one of a set waits for all of it
             if above[node] & taken:
                 above[node] |= behind

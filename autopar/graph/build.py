@@ -25,7 +25,9 @@ from autopar.graph.ir import Graph, Operator, Phase, Rule, Source, Value
 from autopar.graph.rules import rules_for
 
 LINEAR_IN_ALL_OPERANDS = frozenset({"add", "add_any", "sub"})
-LINEAR_IN_THE_OPERAND = frozenset({"neg", "transpose", "reshape", "broadcast_in_dim", "reduce_sum", "copy", "squeeze"})
+LINEAR_IN_THE_OPERAND = frozenset(
+    {"neg", "transpose", "reshape", "broadcast_in_dim", "reduce_sum", "copy", "squeeze", "split"}
+)
 LINEAR_WITH_A_LITERAL = frozenset({"mul", "div"})
 
 
@@ -171,7 +173,7 @@ def _holds_passes(equation: Any) -> bool:
 
 def _is_linear(equation: Any) -> bool:
     name = equation.primitive.name
-    if len(equation.outvars) != 1 or not np.issubdtype(_dtype(equation.outvars[0]), np.inexact):
+    if not equation.outvars or not np.issubdtype(_dtype(equation.outvars[0]), np.inexact):
         return False
     literals = [isinstance(atom, _compat.Literal) for atom in equation.invars]
     if name in LINEAR_IN_ALL_OPERANDS:

@@ -25,7 +25,8 @@ def gradient_values(graph: Graph) -> frozenset[int]:
         for result in operator.results:
             readers = consumers[result]
             on_the_way = [
-                reader.phase is Phase.BACKWARD and reader.linear and reader.results[0] in found for reader in readers
+                reader.phase is Phase.BACKWARD and reader.linear and found.issuperset(reader.results)
+                for reader in readers
             ]
             updates = [reader.phase is Phase.UPDATE for reader in readers]
             if any(updates) or (readers and all(on_the_way)):

@@ -15,6 +15,10 @@ kept:
   names stack gets ``checkpoint`` as in JAX's own lowering.
 * Shardings that a user gave to an inner ``jit`` become ``sharding_constraint`` equations.
 
+Costly work that stands twice on the same arrays (transposition writes an LSTM's concatenated gates once for each matrix
+that they meet) is kept once, as XLA would see to if both copies were laid out alike.  Cheap work stays: each consumer
+may want its own copy of it laid out otherwise.
+
 Names stacks are prefixed with those of the enclosing equations, inside loop bodies too.  The source line of an
 equation is its own; where that does not reach the user's code (the inside of ``jnp.where``), it is that of the call.
 """
@@ -31,6 +35,7 @@ import numpy as np
 from autopar import _compat
 from autopar._compat import DropVar, Literal, Var
 from autopar.errors import TraceError
+from autopar.graph.fusion import COSTLY, FREE, FUSIBLE
 
 _CALLS = frozenset(
     {
@@ -92,6 +97,22 @@ class _Scope:
 
     equations: list[Any] = field(default_factory=list)
     hoisted: dict[int, tuple[Var, Any]] = field(default_factory=dict)
+    done: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict)
+
+    def same_work(self, equation: Any) -> Any | None:
+        """An equation of this scope that does the same costly work; if there is none, this one is remembered."""
+        name = equation.primitive.name
+        if equation.effects or not equation.invars or name in FREE or (name in FUSIBLE and name not in COSTLY):
+            return None
+        if any(isinstance(var, DropVar) for var in equation.outvars):
+            return None
+        atoms = ((str(atom.val), str(atom.aval)) if isinstance(atom, Literal) else id(atom) for atom in equation.invars)
+        alike = self.done.setdefault((name, *atoms), [])
+        for other in alike:
+            if str(other.params) == str(equation.params):
+                return other
+        alike.append(equation)
+        return None
 
     def constant(self, value: Any, aval: Any) -> Any:
         """A literal for a scalar, else the variable of a closed-over array (one per array)."""
@@ -150,15 +171,17 @@ def _inline_jaxpr(scope: _Scope, closed: Any, env: dict[Any, Any], place: _Place
             invars, params = rewrite(scope, equation, invars, place)
         outvars = [DropVar(v.aval) if isinstance(v, DropVar) else Var(v.aval) for v in equation.outvars]
         env.update(zip(equation.outvars, outvars, strict=True))
-        append(
-            equation.replace(
-                invars=invars,
-                outvars=outvars,
-                params=params,
-                effects=_compat.renamed_effects(equation.effects, env),
-                source_info=place.source_info(equation.source_info),
-            )
+        moved = equation.replace(
+            invars=invars,
+            outvars=outvars,
+            params=params,
+            effects=_compat.renamed_effects(equation.effects, env),
+            source_info=place.source_info(equation.source_info),
         )
+        if rewrite is None and (known := scope.same_work(moved)) is not None:
+            env.update(zip(equation.outvars, known.outvars, strict=True))
+            continue
+        append(moved)
     return [atom if isinstance(atom, Literal) else env[atom] for atom in jaxpr.outvars]
 
 

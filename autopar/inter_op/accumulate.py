@@ -253,7 +253,10 @@ class _Parts:
         # What a barrier guards is known outside without it.
         barriers = [o for o in inside if o.primitive == BARRIER]
         self.guarded = {
-            v: r for o in barriers for v, r in zip(o.operands, o.results, strict=True) if v is not None and level.is_whole(r)
+            v: r
+            for o in barriers
+            for v, r in zip(o.operands, o.results, strict=True)
+            if v is not None and level.is_whole(r)
         }
         self.sums = [v for v in made_inside if level.forms[v].partial]
         self.stacked = [v for v in made_inside if cut_dim(level.forms[v]) is not None]

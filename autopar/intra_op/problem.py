@@ -11,6 +11,9 @@ that are not elementwise gets a *copy* node between itself and them: one gather 
 sums (gradients of a tied embedding; the input gradients of the query, key and value projections): reducing after the
 addition halves the bytes.
 
+The same holds for a loop's carry that only gathers summands (an LSTM's gradients over time): each device gathers its own,
+and one reduction follows the loop.
+
 *Edges* join a node that produces an array with one that needs it; the edge's price is the reshard between the layout
 that the one yields and the layout that the other wants.  State that a step returns has an edge to the input that it will be in
 the next step, so it goes back to the layout that it came in, and the reshard at the end of the step has its price.  The
@@ -30,7 +33,6 @@ from autopar.graph.build import LoopKind
 from autopar.graph.fusion import Fusion, fuse
 from autopar.graph.gradients import gradient_values
 from autopar.graph.ir import FactorKind, Graph, Operator, Phase, Value
-from autopar.graph.zeros import zero_values
 
 COPY_WORTH_BYTES = 1 << 12
 """Below this size a second gather is cheaper than a node."""
@@ -132,21 +134,20 @@ def is_elementwise(operator: Operator, values: dict[int, Value]) -> bool:
     return bool(operator.results)
 
 
-def linear_values(graph: Graph, totals: frozenset[int] = frozenset()) -> set[int]:
+def linear_values(graph: Graph, gathering: frozenset[int] = frozenset()) -> set[int]:
     """Values that lie between a sum and an addition of two sums, by linear operators only (this level of the tree).
 
-    ``totals`` are inputs that are sums already; what a loop adds up from zeros is one, and may leave the loop so.
+    ``gathering`` are inputs of the graph that may be sums too; what a loop gathers may leave it as a sum.
     """
     producer = {result: operator for operator in graph.operators for result in operator.results}
-    zeros = zero_values(graph)
-    added_up = {operator.results[k] for operator in graph.operators for k in accumulating_carries(operator, zeros)}
-    sums = {*totals, *added_up}
+    gathered = {result for operator in graph.operators for result in gathered_results(operator)}
+    sums = {*gathering, *gathered}
     for operator in graph.operators:
         if any(factor.kind.leaves_sum for factor in operator.rule.factors) or (
             operator.linear and all(operand in sums for operand in operator.operands if operand is not None)
         ):
             sums.update(operator.results)
-    found = set(added_up)
+    found = set(gathered)
     for operator in graph.operators:
         ranked = [operand for operand in operator.operands if operand is not None]
         if operator.linear and len(ranked) > 1 and operator.results[0] in sums:
@@ -157,25 +158,36 @@ def linear_values(graph: Graph, totals: frozenset[int] = frozenset()) -> set[int
                     continue
                 found.add(value)
                 if value in producer and producer[value].linear:
+                    stack.extend(producer[value].results)
                     stack.extend(operand for operand in producer[value].operands if operand is not None)
     return found
 
 
-def accumulating_carries(operator: Operator, zeros: frozenset[int]) -> list[int]:
-    """Carries of a scan that start from zeros and to which each trip only adds a sum."""
+def gathering_carries(operator: Operator) -> frozenset[int]:
+    """Inputs of a scan's body that nobody reads but the linear operator that makes their next value, for the loop alone."""
     if operator.primitive != LoopKind.SCAN:
-        return []
+        return frozenset()
     (body,) = operator.bodies
     consts, carries = _compat.scan_arity(operator.equation.params)
-    candidates = [k for k in range(carries) if operator.operands[consts + k] in zeros]
-    while candidates:
-        inputs = frozenset(body.inputs[consts + k] for k in candidates)
-        linear = linear_values(body, inputs)
-        kept = [k for k in candidates if body.outputs[k] in linear and body.inputs[consts + k] in linear]
-        if kept == candidates:
-            break
-        candidates = kept
-    return candidates
+    reads = Counter([*(operand for inner in body.operators for operand in inner.operands), *body.outputs])
+    producer = {result: inner for inner in body.operators for result in inner.results}
+    links = zip(body.inputs[consts : consts + carries], body.outputs[:carries], strict=True)
+    return frozenset(
+        carry
+        for carry, out in links
+        if reads[carry] == reads[out] == 1 and out in producer
+        if producer[out].linear and carry in producer[out].operands
+    )
+
+
+def gathered_results(operator: Operator) -> frozenset[int]:
+    """Results of a scan that are what such a carry has gathered."""
+    carries = gathering_carries(operator)
+    if not carries:
+        return frozenset()
+    consts, count = _compat.scan_arity(operator.equation.params)
+    inputs = operator.bodies[0].inputs[consts : consts + count]
+    return frozenset(result for carry, result in zip(inputs, operator.results, strict=False) if carry in carries)
 
 
 def state_problem(
@@ -223,15 +235,14 @@ class _ProblemBuilder:
         if a != b:
             self._parent[max(a, b)] = min(a, b)
 
-    def add_level(self, graph: Graph, *, trips: int, totals: frozenset[int] = frozenset()) -> None:
-        linear = linear_values(graph, totals)
+    def add_level(self, graph: Graph, *, trips: int, gathering: frozenset[int] = frozenset()) -> None:
+        linear = linear_values(graph, gathering)
         self._partial |= linear
         alone = {*graph.inputs, *graph.constants, *linear, *self._separate}
         self._constants.update(graph.constants)
-        zeros = zero_values(graph)
         for operator in graph.operators:
             if operator.bodies:
-                self._add_loop(operator, trips, zeros)
+                self._add_loop(operator, trips)
             elif is_elementwise(operator, self._values) and not (operator.linear and operator.results[0] in linear):
                 self._follow(operator, alone, trips)
             else:
@@ -256,13 +267,10 @@ class _ProblemBuilder:
                 self.union(first, operand)
         self._followers.append((operator, trips))
 
-    def _add_loop(self, operator: Operator, trips: int, zeros: frozenset[int]) -> None:
-        added_up = accumulating_carries(operator, zeros)
+    def _add_loop(self, operator: Operator, trips: int) -> None:
         for body in operator.bodies:
-            first = _compat.scan_arity(operator.equation.params)[0] if added_up else 0
-            totals = frozenset(body.inputs[first + k] for k in added_up)
             self._inputs.update(body.inputs)
-            self.add_level(body, trips=trips * body.trips, totals=totals)
+            self.add_level(body, trips=trips * body.trips, gathering=gathering_carries(operator))
         for link in loop_links(operator):
             inner_trips = trips * operator.bodies[link.body].trips if link.inside else trips
             self._extra.append(

@@ -8,7 +8,7 @@ from types import MappingProxyType
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from benchmarks.models import gpt, llama_nnx, long_context, mlp_nnx, moe, two_tower
+from benchmarks.models import gpt, llama_nnx, long_context, lstm, mlp_nnx, moe, t5, two_tower, unet, vit, wide_resnet
 from benchmarks.models.base import Batch, Family, Model, Size
 
 __all__ = ["FAMILIES", "Batch", "Family", "Model", "Size", "build"]
@@ -22,6 +22,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "moe": moe.FAMILY,
         "long_context": long_context.FAMILY,
         "two_tower": two_tower.FAMILY,
+        "gpt_remat": gpt.REMATERIALISED,
+        "gpt2": gpt.GPT2,
+        "wide_resnet": wide_resnet.FAMILY,
+        "unet": unet.FAMILY,
+        "vit": vit.FAMILY,
+        "t5": t5.FAMILY,
+        "lstm": lstm.FAMILY,
     }
 )
 

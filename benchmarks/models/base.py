@@ -42,8 +42,11 @@ class Model:
 
     def abstract_batch(self, batch_size: int | None = None) -> Batch:
         """Shapes and dtypes of a batch of `batch_size`, by default the model's own."""
-        shapes = jax.eval_shape(lambda: self.make_batch(batch_size or self.batch_size))
-        return dict(shapes)
+        rows = batch_size or self.batch_size
+        return {
+            field: jax.ShapeDtypeStruct((rows, *array.shape[1:]), array.dtype)
+            for field, array in self.make_batch(1).items()
+        }
 
 
 @dataclass(frozen=True)
@@ -60,3 +63,10 @@ def token_batch(batch_size: int, sequence: int, vocab_size: int) -> Batch:
     random = np.random.default_rng(0)
     tokens = random.integers(0, vocab_size, (batch_size, sequence + 1), dtype=np.int32)
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def image_batch(batch_size: int, side: int, classes: int, dtype: DTypeLike) -> Batch:
+    """Random images float[batch_size, side, side, 3] and labels int32[batch_size]."""
+    random = np.random.default_rng(0)
+    images = random.standard_normal((batch_size, side, side, 3)).astype(dtype)
+    return {"images": images, "labels": random.integers(0, classes, batch_size, dtype=np.int32)}

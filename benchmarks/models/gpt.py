@@ -1,10 +1,12 @@
-"""The GPT of the example: Flax Linen, AdamW with clipping and a schedule; layers unrolled or scanned."""
+"""The GPT of the example: Flax Linen, AdamW with clipping and a schedule; layers unrolled, scanned or rematerialised.
+
+GPT-2 (Radford et al. 2019, table 2) is the same network with dropout and a vocabulary that no power of two divides.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from functools import partial
 from types import MappingProxyType
 
 import jax
@@ -26,10 +28,21 @@ BATCH_SIZES: Mapping[str, int] = MappingProxyType({Size.TOY: 8, Size.BENCH: 16})
 PUBLISHED_BATCH_SIZE = 64
 
 
-def _build(name: str, scan_layers: bool, size: str, dtype: DTypeLike) -> Model:
-    config = dataclasses.replace(
-        CONFIGS[size], scan_layers=scan_layers, dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(dtype)
-    )
+GPT2_VOCABULARY = 50_257
+GPT2_CONFIGS: Mapping[str, GPTConfig] = MappingProxyType(
+    {
+        Size.TOY: dataclasses.replace(CONFIGS[Size.TOY], vocab_size=125, dropout=0.1),
+        Size.BENCH: dataclasses.replace(CONFIGS[Size.BENCH], vocab_size=4097, dropout=0.1),
+        "124M": GPTConfig(GPT2_VOCABULARY, 768, 12, heads=12, dropout=0.1),
+        "355M": GPTConfig(GPT2_VOCABULARY, 1024, 24, heads=16, dropout=0.1),
+        "774M": GPTConfig(GPT2_VOCABULARY, 1280, 36, heads=20, dropout=0.1),
+        "1.5B": GPTConfig(GPT2_VOCABULARY, 1600, 48, heads=25, dropout=0.1),
+    }
+)
+
+
+def _build(name: str, config: GPTConfig, size: str, dtype: DTypeLike) -> Model:
+    config = dataclasses.replace(config, dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(dtype))
     optimizer = OptimizerConfig(peak_learning_rate=1e-2 if size == Size.TOY else 1e-3, warmup_steps=5, total_steps=100)
     return Model(
         name=f"{name}-{size}",
@@ -40,5 +53,14 @@ def _build(name: str, scan_layers: bool, size: str, dtype: DTypeLike) -> Model:
     )
 
 
-UNROLLED = Family("gpt", tuple(CONFIGS), partial(_build, "gpt", False))
-SCANNED = Family("gpt_scan", tuple(CONFIGS), partial(_build, "gpt_scan", True))
+def _family(name: str, configs: Mapping[str, GPTConfig], **changed: bool) -> Family:
+    def build(size: str, dtype: DTypeLike) -> Model:
+        return _build(name, dataclasses.replace(configs[size], **changed), size, dtype)
+
+    return Family(name, tuple(configs), build)
+
+
+UNROLLED = _family("gpt", CONFIGS)
+SCANNED = _family("gpt_scan", CONFIGS, scan_layers=True)
+REMATERIALISED = _family("gpt_remat", CONFIGS, remat=True)
+GPT2 = _family("gpt2", GPT2_CONFIGS)
