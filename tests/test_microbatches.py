@@ -82,7 +82,7 @@ def with_tied_weights(state: Any, batch: Any) -> jax.Array:
 
 def scanned(state: Any, batch: Any) -> jax.Array:
     layers = jnp.stack([state["w"], state["v"]])
-    out, kept = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), jnp.mean(x**2)), batch["x"], layers)
+    out, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), jnp.mean(x**2)), batch["x"], layers)
     return jnp.mean(out**2)
 
 
@@ -314,7 +314,7 @@ def test_gradients_are_reduced_once_per_step() -> None:
     assert bodies
     entry = text[text.index("\nENTRY") :]
     inside = text[: text.index("\nENTRY")]
-    big = [shape for shape in re.findall(r"f32\[([\d,]+)\][^=\n]*all-reduce(?:-start)?\(", inside)]
+    big = re.findall(r"f32\[([\d,]+)\][^=\n]*all-reduce(?:-start)?\(", inside)
     assert not [shape for shape in big if np.prod([int(n) for n in shape.split(",")]) > 1000], big
     assert "all-reduce" in entry
 
