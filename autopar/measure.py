@@ -9,8 +9,8 @@ and the minimum of each stands for the machine at rest.  Where a busy machine ma
 over L, an upper bound, stands instead.
 
 A chain of collectives or of products is unrolled.  Elementwise kernels would be fused into one, so theirs is a loop whose
-number of trips is an argument; a trip runs three kernels, two of them (the counter's) on single numbers, and those are
-taken off again as two thirds of a trip of the same loop over one element on each device.
+number of trips is an argument; a trip runs four kernels, three of them (the counter's) on single numbers, and those are
+taken off again as three quarters of a trip of the same loop over one element on each device.
 """
 
 from __future__ import annotations
@@ -34,9 +34,12 @@ from autopar.profile import SKINNINESS, CollectiveCurve, Curve, ProductCurve, Pr
 from autopar.profile_file import machine_name
 
 CHAIN = 9
-KERNELS_OF_A_TRIP = 3
+KERNELS_OF_A_TRIP = 4
 LEAST_TRIPS, MOST_TRIPS, MOST_LOOPED_BYTES = 32, 512, 1 << 28
 """Of a loop: enough for its trips to outweigh the call, which allocates the result anew; few enough to end soon."""
+MOST_PIECES, FOOTPRINT_BYTES = 16, 1 << 25
+"""Elementwise kernels take turns on so many arrays, of at most so many bytes in all on each device: a step comes back to a
+small array soon, to a large one when it has left the caches."""
 _SPEC = PartitionSpec(("other", "group"))
 
 
@@ -187,12 +190,21 @@ class _Bench:
             return self._difference(*(lambda chain=chain: chain(x, w) for chain in chains), extra=extra)
 
     def _trip_seconds(self, elements: int, trips: int) -> float:
-        """Seconds of one trip of a loop around one elementwise kernel on so many float32 on each device."""
+        """Seconds of one trip of a loop around one elementwise kernel on so many float32 on each device.
+
+        Each trip works on the next piece of an array.
+        """
         mesh = self._mesh(1)
-        x = _spread(np.zeros(elements * len(self._devices), np.float32), mesh)
+        pieces = min(max(FOOTPRINT_BYTES // (4 * elements), 1), MOST_PIECES)
+        x = _spread(np.zeros(pieces * elements * len(self._devices), np.float32), mesh)
 
         def loop(count: jax.Array, value: jax.Array) -> jax.Array:
-            return lax.fori_loop(0, count, lambda _, carried: carried * 0.999 + 1.0, value)
+            def trip(number: jax.Array, carried: jax.Array) -> jax.Array:
+                start = number % pieces * elements
+                piece = lax.dynamic_slice_in_dim(carried, start, elements)
+                return lax.dynamic_update_slice_in_dim(carried, piece * 0.999 + 1.0, start, 0)
+
+            return lax.fori_loop(0, count, trip, value)
 
         local = jax.shard_map(loop, mesh=mesh, in_specs=(PartitionSpec(), _SPEC), out_specs=_SPEC, check_vma=False)
         counts = [jax.device_put(np.int32(count), NamedSharding(mesh, PartitionSpec())) for count in (1, trips + 1)]

@@ -12,6 +12,7 @@ environment variable ``AUTOPAR_PROFILE`` names another file, or ``none`` for no 
 
 from __future__ import annotations
 
+import functools
 import os
 import platform as host
 import re
@@ -145,6 +146,12 @@ def load_profile(path: str | Path) -> Profile:
         raise ClusterError(
             f"cannot read profile {path}: {error.strerror or error}; check the path, or measure with `autopar profile`"
         ) from error
+    return _decode(str(path), data)
+
+
+# Clusters key the caches of the cost model, where one profile is told apart from another at once only if it is itself.
+@functools.lru_cache(maxsize=8)
+def _decode(path: str, data: bytes) -> Profile:
     try:
         header = msgspec.json.decode(data, type=_Header)
         if header.format != FILE_FORMAT:
@@ -165,7 +172,7 @@ def load_profile(path: str | Path) -> Profile:
     return _profile(path, stored)
 
 
-def _profile(path: str | Path, stored: _Profile) -> Profile:
+def _profile(path: str, stored: _Profile) -> Profile:
     for number, one in enumerate(stored.collectives):
         if one.kind not in KINDS:
             raise ClusterError(

@@ -119,6 +119,7 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
     path = tmp_path / "new" / "profile.json"
     save_profile(profile_of(), path)
     assert load_profile(path) == profile_of()
+    assert load_profile(path) is load_profile(path)
     assert [found.name for found in path.parent.iterdir()] == ["profile.json"]
 
 
