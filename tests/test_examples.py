@@ -25,6 +25,7 @@ from rich.console import Console
 from benchmarks.models import FAMILIES, Size, build, llama_nnx
 from examples.gpt import data, generate, model, train
 from examples.gpt.checkpoint import Checkpoints
+from examples.moe import train as moe_train
 
 TINY = model.GPTConfig(vocab_size=64, hidden=32, layers=2, heads=4, sequence=8)
 TEXT_BYTES = 1_000_000
@@ -334,6 +335,26 @@ def test_the_command_line_reaches_the_settings() -> None:
     config = settings.gpt_config()
     assert (config.layers, config.scan_layers, config.dtype) == (2, True, jnp.bfloat16)
     assert train.parse([]) == train.Settings()
+
+
+def test_the_mixture_of_experts_trains_by_the_same_loop(tmp_path: Path) -> None:
+    small = {name: getattr(_settings(tmp_path, steps=2), name) for name in ("method", "steps", "run_dir", "batch_size")}
+    settings = moe_train.Settings(
+        **small, sequence=16, text_bytes=TEXT_BYTES, validation_batches=1, sample_tokens=0, checkpoint_every=2
+    )
+    output = io.StringIO()
+    assert train.run(settings, Console(file=output, width=200)) == 0
+    assert "mixture of 8 experts" in output.getvalue() and "step     2   loss" in output.getvalue()
+    with pytest.raises(SystemExit, match="experts was 8, is 4"):
+        train.run(dataclasses.replace(settings, experts=4), Console(file=io.StringIO()))
+
+
+def test_the_command_line_of_the_mixture_reaches_its_settings() -> None:
+    settings = moe_train.parse("--preset 380M --experts 4 --capacity-factor 1.5 --layers 2 --dropout 0.1".split())
+    config = settings.moe_config()
+    assert (config.experts, config.base.layers, config.base.dropout) == (4, 2, 0.1)
+    assert config.capacity == 768  # places for 2 × 1024 choices, shared out to four, and half as many again
+    assert moe_train.parse([]) == moe_train.Settings()
 
 
 def test_a_sample_follows_its_prompt_with_what_the_model_predicts() -> None:

@@ -80,10 +80,10 @@ def test_experts_are_put_on_different_devices_of_two_hosts_whatever_the_mesh() -
     check_experts(mixture(layers=4, batch_size=64), cluster=Cluster.preset("p4d.24xlarge", hosts=2))
 
 
-def routed(tokens: int = 64, experts: int = 8, capacity: int = 16, **options: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Gates of random tokens in three groups, and their combination weights."""
-    gates = jax.nn.softmax(jax.random.normal(jax.random.key(1), (3, tokens, experts)))
-    combine, _ = route(gates, capacity, options.get("draws"))
+def routed(capacity: int, draws: jax.Array | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Gates of 64 random tokens for 8 experts, in three groups, and their combination weights."""
+    gates = jax.nn.softmax(jax.random.normal(jax.random.key(1), (3, 64, 8)))
+    combine, _ = jax.jit(route, static_argnums=1)(gates, capacity, draws)
     return np.asarray(gates), np.asarray(combine)
 
 
@@ -141,13 +141,15 @@ def test_a_mixture_of_equal_experts_is_the_expert() -> None:
     """Where all experts hold the same weights and none is full, routing changes nothing."""
     config = MoEConfig(dataclasses.replace(PRESETS["demo"].base, vocab_size=64, hidden=16, heads=2, sequence=8), 4, 4.0)
     tokens = jnp.arange(16).reshape(2, 8)
-    params = MoETransformer(config).init(jax.random.key(0), tokens)["params"]
+    model = MoETransformer(config)
+    params = jax.jit(model.init)(jax.random.key(0), tokens)["params"]
+    apply = jax.jit(model.apply)
     for kernel in ("up", "down"):
         experts = params["layer1"]["moe"][kernel]["kernel"]
         params["layer1"]["moe"][kernel]["kernel"] = jnp.broadcast_to(experts[:1], experts.shape)
-    before = MoETransformer(config).apply({"params": params}, tokens)
+    before = apply({"params": params}, tokens)
     params["layer1"]["moe"]["router"]["kernel"] = -params["layer1"]["moe"]["router"]["kernel"]
-    after = MoETransformer(config).apply({"params": params}, tokens)
+    after = apply({"params": params}, tokens)
     np.testing.assert_allclose(before, after, rtol=2e-4, atol=2e-5)
 
 
@@ -193,7 +195,8 @@ def test_attention_in_turns_is_attention(turns: int) -> None:
     scores = jnp.einsum("bqhd,bkd->bhqk", query, key) / math.sqrt(8)
     weights = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((16, 16), bool)), scores, -jnp.inf), axis=-1)
     expected = jnp.einsum("bhqk,bkd->bqhd", weights, value)
-    np.testing.assert_allclose(long_context.attend(query, key, value, turns), expected, rtol=1e-5, atol=1e-6)
+    attended = jax.jit(long_context.attend, static_argnums=3)(query, key, value, turns)
+    np.testing.assert_allclose(attended, expected, rtol=1e-5, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------------------ two towers
@@ -202,12 +205,7 @@ def test_attention_in_turns_is_attention(turns: int) -> None:
 def test_rows_of_tables_that_no_device_holds_are_cut() -> None:
     """A hundred columns cannot be shared out to eight devices, so under this budget some of the cutting is by rows."""
     model = build("two_tower", "2.7B")
-    held = (
-        2
-        * 4
-        * two_tower.CONFIGS["2.7B"].embedding
-        * sum(rows for side in ("user", "item") for rows in getattr(two_tower.CONFIGS["2.7B"], side).rows)
-    )
+    held = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.abstract_state()))
     plan = plan_of(model, memory_per_device=held / 5)
     assert plan.peak_bytes < held / 5
     for path, layout in layouts(plan, "'table0'").items():

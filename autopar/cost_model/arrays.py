@@ -142,6 +142,14 @@ def _dot_order(rank: int, summed: tuple[int, ...], batch: tuple[int, ...], side:
     return (*batch, *free, *summed) if side == 0 else (*batch, *summed, *free)
 
 
+def _read_as_it_lies(shape: tuple[int, ...], order: tuple[int, ...], batch: tuple[int, ...]) -> bool:
+    """Whether a product reads an operand without a copy: in the order wanted, or matrices in either orientation."""
+    long = [dim for dim in order if shape[dim] > 1]
+    stacked = [dim for dim in long if dim in batch]
+    rest = sorted(dim for dim in long if dim not in batch)
+    return long == sorted(long) or (len(rest) == 2 and [*stacked, *rest] == sorted(long))
+
+
 def _is_zero(operator: Operator) -> bool:
     atom = operator.equation.invars[0]
     return isinstance(atom, _compat.Literal) and not np.any(np.asarray(atom.val))
@@ -397,8 +405,7 @@ class _Builder:
             node = self.at[buffer]
             shape = self.arrays.nodes[node].shape
             order = _dot_order(len(shape), contracting[side], batch[side], side)
-            # A transposed matrix is read as such; of more dimensions a copy is made.
-            if self._is_moved(node, order) and (len(shape) > 2 or batch[side]) and self._on_cpu:
+            if self._on_cpu and not _read_as_it_lies(shape, order, batch[side]):
                 node = self._relayout(node, order)
             elif len(shape) > len(batch[side]) + 2:
                 node = self._once((node, "matrix"), partial(self._again, node, Form.RENAME))
