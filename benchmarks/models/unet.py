@@ -1,7 +1,7 @@
 """U-Net (Ronneberger et al. 2015) with GroupNorm (Wu and He 2018): images to a class for each pixel, Adam.
 
-Two convolutions on every level (one in the toy); down by max-pooling, up by transposed convolutions; what a level had on the way down is
-concatenated to what comes up. Convolutions are padded, so that the output has the size of the input.
+Two convolutions on every level (one in the toy); down by max-pooling, up by transposed convolutions; what a level had on
+the way down is concatenated to what comes up. Convolutions are padded, so that the output has the size of the input.
 """
 
 from __future__ import annotations
