@@ -273,6 +273,7 @@ def shape_specs() -> list[Spec]:
         spec("reshape", "i(jk)->ijk", lambda x: x.reshape(8, 8, 2), x, sizes={"j": 8, "k": 2}),
         spec("reshape", "ijk->i(jk)", lambda x: x.reshape(8, 32), normal(8, 8, 4)),
         spec("reshape", "ij->(ij)", lambda x: x.reshape(-1), x),
+        spec("reshape", "ij->(ji)", lambda x: lax.reshape(x, (128,), (1, 0)), x),
         spec("reshape", "i->i.", lambda x: x.reshape(8, 1), normal(8)),
         spec("transpose", "ijk->kij", lambda x: x.transpose(2, 0, 1), normal(4, 8, 16)),
         spec("squeeze", "i.j->ij", lambda x: lax.squeeze(x, (1,)), normal(8, 1, 8)),

@@ -75,13 +75,12 @@ CONV = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "padding": "SAME"}
 POOL = {"window_dimensions": (1, 3, 1), "window_strides": (1, 3, 1), "padding": "VALID"}
 
 
-def convolution(groups: int = 1, batch_groups: int = 1) -> Callable[..., Any]:
-    def run(_shape: Any, image: Any, kernel: Any) -> Any:
-        return lax.conv_general_dilated(
-            image, kernel, (1, 1), feature_group_count=groups, batch_group_count=batch_groups, **CONV
-        )
-
-    return run
+def convolution(shape: tuple[int, ...], image: Any, kernel: Any) -> Any:
+    """As many feature groups as kernels fit the image's features, as many batch groups as results fit its batch."""
+    groups, batch_groups = image.shape[3] // kernel.shape[2], image.shape[0] // (shape or image.shape)[0]
+    return lax.conv_general_dilated(
+        image, kernel, (1, 1), feature_group_count=groups, batch_group_count=batch_groups, **CONV
+    )
 
 
 def reshape(shape: tuple[int, ...], x: Any) -> Any:
@@ -170,16 +169,20 @@ SHARDY_CASES = [
     Case("copy", "a b c -> a b c", shaped(jnp.copy), (X,)),
     Case("reduce_precision", "a b c -> a b c", shaped(lambda x: lax.reduce_precision(x, 8, 7)), (X,)),
     Case(
-        "conv_general_dilated", "a # # b+, # # b+ c -> a # # c", convolution(), (normal(4, 5, 5, 6), normal(3, 3, 6, 8))
+        "conv_general_dilated", "a # # b+, # # b+ c -> a # # c", convolution, (normal(4, 5, 5, 6), normal(3, 3, 6, 8))
     ),
     Case(
-        "conv_general_dilated", "a # # #, # # # # -> a # # #", convolution(2), (normal(4, 5, 5, 6), normal(3, 3, 3, 8))
+        "conv_general_dilated", "a # # b#, # # # b# -> a # # b#", convolution, (normal(4, 5, 5, 6), normal(3, 3, 3, 8))
+    ),
+    Case(
+        "conv_general_dilated", "a # # b, # # 1 b# -> a # # b#", convolution, (normal(4, 5, 5, 6), normal(3, 3, 1, 12))
     ),
     Case(
         "conv_general_dilated",
-        "# # # #, # # # # -> # # # #",
-        convolution(batch_groups=2),
+        "a# # # b+, # # b+ a# -> # # # a#",
+        convolution,
         (normal(4, 5, 5, 6), normal(3, 3, 6, 8)),
+        (2, 5, 5, 8),
     ),
     Case("gather", "a? b, c 1 -> c b", shaped(take), LOOKUP_ARGUMENTS),
     Case("gather", "a? b, c 1 -> c b", shaped(functools.partial(take, mode="clip")), LOOKUP_ARGUMENTS),
@@ -380,6 +383,7 @@ TABLE_CASES = [
     Case("reshape", "a b c -> ab c", reshape, (X,), (24, 8)),
     Case("reshape", "ab c -> a 1 b c", reshape, (normal(24, 8),), (4, 1, 6, 8)),
     Case("reshape", "a bc 1 -> ab c", reshape, (normal(4, 8, 1),), (8, 4)),
+    Case("reshape", "b a c -> ab c", lambda shape, x: lax.reshape(x, shape, (1, 0, 2)), (X,), (24, 8)),
     Case("reshape", "a# # -> a# #", reshape, (normal(6, 4),), (4, 6)),
 ]
 

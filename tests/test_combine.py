@@ -5,6 +5,7 @@ Small programs show one rule each; whole steps are compared by the bytes of ever
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -102,6 +103,20 @@ def test_a_set_has_a_most() -> None:
     predicted = combined(Arrays(nodes, list(range(many)), list(range(many, 2 * many))))
     assert list(map(len, predicted)) == [MOST_COMBINED, 3]
     assert compiled_widths(lambda *xs: [total(x) for x in xs], many) == [MOST_COMBINED, 3]
+
+
+def test_sets_do_not_wait_for_each_other_in_a_circle() -> None:
+    """With a₁ after b₁, b₂ after c₂ and c₁ after a₂, {a₁ a₂}, {b₁ b₂} and {c₁ c₂} cannot all be sets."""
+    kinds = {name: (Collective.ALL_REDUCE, ("data",), name) for name in "abc"}
+
+    def of(kind: str, operand: int) -> Node:
+        return node(Form.KERNEL, operand, combines=kinds[kind])
+
+    nodes = [A, of("b", 0), of("a", 1), of("a", 0), of("c", 0), of("b", 4), of("c", 3)]
+    for outputs in itertools.permutations((2, 3, 5, 6)):
+        arrays = Arrays(nodes, [0], list(outputs), moves={})
+        assert sorted(itertools.chain(*combined(arrays))) == [1, 2, 3, 4, 5, 6]
+        assert len(joined(arrays).nodes) == len(nodes)
 
 
 def test_all_of_a_set_wait_for_the_operands_of_all() -> None:

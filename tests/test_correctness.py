@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import autopar
 from autopar.cluster import Cluster
 from autopar.plan import Plan
+from autopar.schedule.spmd import Run
 from benchmarks.models import FAMILIES, build
 from tests.toy_runs import METHODS, batches, eight_slow_devices, leaves_by_path, parallel, precision, reference, sample
 
@@ -84,6 +86,44 @@ def test_float64_on_this_machines_own_figures() -> None:
 @pytest.mark.parametrize(("name", "method"), PRODUCT)
 def test_float64_of_every_model_and_method(name: str, method: str, cluster: str) -> None:
     check_float64(name, method, eight_slow_devices() if cluster == "slow" else Cluster.local())
+
+
+def layers_that_no_model_has(params: dict[str, jax.Array], images: jax.Array) -> jax.Array:
+    """Depthwise and grouped convolutions, average pooling, two ways of resizing, running sums, sorting."""
+    numbers = ("NHWC", "HWIO", "NHWC")
+    x = lax.conv_general_dilated(
+        images, params["depthwise"], (2, 2), "SAME", dimension_numbers=numbers, feature_group_count=8
+    )
+    x = jax.nn.relu(x)
+    x = lax.conv_general_dilated(x, params["grouped"], (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=8)
+    x = lax.reduce_window(x, 0.0, lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") / 4
+    x = jax.image.resize(x, (*x.shape[:1], 8, 8, x.shape[3]), "bilinear")
+    x = jax.image.resize(x, (*x.shape[:1], 4, 4, x.shape[3]), "nearest")
+    x = jnp.cumsum(x, axis=1)
+    return (lax.top_k(x, 4)[0] + jnp.sort(x, axis=-1)[..., :4]).sum((1, 2, 3))
+
+
+@pytest.mark.parametrize("method", ["auto", "tensor_parallel"])
+def test_layers_that_no_model_has(method: str) -> None:
+    def step(params: Any, batch: Any) -> tuple[Any, dict[str, jax.Array]]:
+        def loss_fn(params: Any) -> jax.Array:
+            return ((layers_that_no_model_has(params, batch["images"]) - batch["targets"]) ** 2).mean()
+
+        loss, gradients = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - 1e-4 * g, params, gradients), {"loss": loss}
+
+    random = np.random.default_rng(0)
+    params = {"depthwise": random.normal(size=(3, 3, 1, 16)), "grouped": random.normal(size=(3, 3, 2, 32))}
+    batch = {"images": random.normal(size=(16, 8, 8, 8)), "targets": random.normal(size=16)}
+    with jax.enable_x64(True):
+        planned = autopar.parallelize(method=method, cluster=eight_slow_devices())(step)
+        got, metrics = planned(params, batch)
+        expected, expected_metrics = jax.jit(step)(params, batch)
+    assert is_cut(planned.last.plan)
+    runs = [step for step, _ in planned.last.program.all_steps() if isinstance(step, Run)]
+    assert all(run.operator.rule.known for run in runs)
+    assert wrong_leaves(leaves_by_path(expected), leaves_by_path(got)) == {}
+    assert wrong_leaves(leaves_by_path(expected_metrics), leaves_by_path(metrics)) == {}
 
 
 # ------------------------------------------------------------------------------------------------------------- float32

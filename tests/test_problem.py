@@ -27,7 +27,8 @@ from autopar.intra_op.choices import Choices, choices_on
 from autopar.intra_op.extract import stage_of
 from autopar.intra_op.ilp import solve
 from autopar.intra_op.model import Model
-from autopar.intra_op.problem import Edge, Problem, ValueNode, state_problem
+from autopar.intra_op.problem import Edge, Problem, ValueNode, gathering_carries, state_problem
+from autopar.schedule.spmd import Reshard, lower, output_layouts
 from examples.gpt.model import GPTConfig, OptimizerConfig, create_state, train_step
 from tests.enumerator import TooManyPlansError, cheapest_plan_seconds
 
@@ -314,6 +315,25 @@ def test_what_a_loop_carries_costs_its_reshards_in_every_trip() -> None:
     assert [edge.weight for edge in around] == [7]
     into = [edge for edge in edges_of(graph.inputs[0]) if edge.target.node == problem.node_of_value[body.inputs[0]]]
     assert [edge.weight for edge in into] == [1]
+
+
+def test_a_loop_that_gathers_gradients_reduces_them_once_after_it() -> None:
+    def loss(w: Any, xs: Any) -> Any:
+        return jax.lax.scan(lambda c, x: (jnp.tanh(c @ w + x), None), jnp.zeros(xs.shape[1:]), xs)[0].sum()
+
+    graph = build_graph(trace(jax.grad(loss), (array(512, 512), array(16, 1024, 512)), {}).jaxpr, platform="cuda")
+    backward = [operator for operator in graph.operators if operator.bodies][-1]
+    (gathering,) = gathering_carries(backward)
+    problem = state_problem(graph, ())
+    quotient = merge_alike(problem, {})
+    choices = choices_on(problem, quotient, PAIR, Cluster.preset("p3.16xlarge"), {})
+    solution = solve(Model(choices.node_seconds, choices.edge_seconds))
+    assert solution is not None
+    stage = stage_of(graph, problem, quotient, choices, solution.options)
+    assert stage.home(gathering, 2).partial == ("data",)
+    steps = [*lower(graph, stage, output_layouts(graph, stage, ())).all_steps()]
+    reduced = [trips for step, trips in steps if isinstance(step, Reshard) and step.source.layout.partial]
+    assert reduced == [1]
 
 
 def test_what_a_while_carries_lies_alike_in_condition_and_body() -> None:

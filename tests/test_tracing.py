@@ -120,6 +120,27 @@ def test_inlining_keeps_values(name):
     assert_same_program(FUNCTIONS[name], x)
 
 
+def test_costly_work_that_stands_twice_is_done_once():
+    def function(x, y):
+        first, second = (jnp.concatenate([x, y]) for _ in range(2))
+        other = jnp.concatenate([x, y], axis=1)
+        return first @ first.T, second @ x.T, jnp.sin(x) + jnp.sin(x), jnp.sin(y), x + y, x + y, other
+
+    x, y = np.ones((4, 8), np.float32), np.full((4, 8), 2, np.float32)
+    found = names(assert_same_program(function, x, y).jaxpr)
+    assert [found.count(name) for name in ("concatenate", "sin", "dot_general", "add")] == [2, 2, 2, 3]
+
+
+def test_what_is_drawn_through_a_reference_is_not_done_once():
+    def function(x):
+        ref = jax.new_ref(x)
+        first = ref[...]
+        ref[...] = first + 1.0
+        return first, ref[...]
+
+    assert_same_program(function, np.ones(4, np.float32))
+
+
 def test_dropout_and_keys_keep_values():
     def step(key, raw, x):
         key, sub = jax.random.split(key)

@@ -360,11 +360,12 @@ def _whole(equation: JaxprEqn) -> Rule:
 
 
 def _reshape(equation: JaxprEqn) -> Rule | None:
-    if equation.params["dimensions"] is not None or len(equation.invars) != 1:
+    if len(equation.invars) != 1:
         return None
     factoring = Factoring()
     operand, result = factoring.dims(_shape(equation.invars[0])), factoring.dims(_shape(equation.outvars[0]))
-    factoring.tie(sum(operand, ()), sum(result, ()))
+    order = equation.params["dimensions"]  # read in this order, as after a transposition
+    factoring.tie(sum(operand if order is None else (operand[dim] for dim in order), ()), sum(result, ()))
     return factoring.rule([operand], [result])
 
 
@@ -398,10 +399,11 @@ def _windows(equation: JaxprEqn) -> Rule:
 
 
 def _convolution(equation: JaxprEqn) -> Rule:
-    """Batch, input features (summed) and output features; image dimensions would need their neighbours' rows.
+    """Batch, input features (summed), output features and groups; image dimensions would need their neighbours' rows.
 
-    Grouped features mix within groups only, which a piece without its group's number cannot know, so only the batch is
-    cut then.  Shardy is not asked: it lets a padded image dimension be summed in pieces.
+    Of g feature groups the input features are (g, i) and the output features (g, o); of b batch groups the images are
+    (b, n) and the output features (b, o).  Groups do not mix, so whole ones may be shared out.  Shardy is not asked: it
+    lets a padded image dimension be summed in pieces.
     """
     p = equation.params
     numbers = p["dimension_numbers"]
@@ -414,28 +416,25 @@ def _convolution(equation: JaxprEqn) -> Rule:
         factors.append(Factor(size, kind))
         return (len(factors) - 1,)
 
-    ungrouped = p["feature_group_count"] == p["batch_group_count"] == 1
-    parallel = FactorKind.PARALLEL if ungrouped else FactorKind.BLOCKED
-    summed = FactorKind.SUM if ungrouped else FactorKind.BLOCKED
-    by_batch = FactorKind.PARALLEL if p["batch_group_count"] == 1 else FactorKind.BLOCKED
-    batch = factor(image[numbers.lhs_spec[0]], by_batch)
-    inward = factor(image[numbers.lhs_spec[1]], summed)
-    outward = factor(kernel[numbers.rhs_spec[0]], parallel)
+    def unless(grouped: bool, kind: FactorKind) -> FactorKind:
+        return FactorKind.BLOCKED if grouped else kind
+
+    feature_groups, batch_groups = p["feature_group_count"], p["batch_group_count"]
+    by_batch, by_feature = batch_groups > 1, feature_groups > 1
+    images = factor(batch_groups, FactorKind.PARALLEL)
+    batch = factor(image[numbers.lhs_spec[0]] // batch_groups, unless(by_batch, FactorKind.PARALLEL))
+    channels = factor(feature_groups, FactorKind.PARALLEL)
+    inward = factor(image[numbers.lhs_spec[1]] // feature_groups, unless(by_feature, FactorKind.SUM))
+    out_of_group = kernel[numbers.rhs_spec[0]] // (batch_groups * feature_groups)
+    outward = images + channels + factor(out_of_group, unless(by_batch or by_feature, FactorKind.PARALLEL))
 
     def mapping(shape: Shape, named: Mapping[int, tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         blocked = FactorKind.BLOCKED
         return tuple(named[dim] if dim in named else factor(extent, blocked) for dim, extent in enumerate(shape))
 
-    image_map = mapping(image, {numbers.lhs_spec[0]: batch, numbers.lhs_spec[1]: inward})
-    kernel_names = {numbers.rhs_spec[0]: outward}
-    result_names: dict[int, tuple[int, ...]] = {}
-    if ungrouped:
-        kernel_names[numbers.rhs_spec[1]] = inward
-        result_names[numbers.out_spec[1]] = outward
-    if p["batch_group_count"] == 1:
-        result_names[numbers.out_spec[0]] = batch
-    kernel_map = mapping(kernel, kernel_names)
-    result_map = mapping(result, result_names)
+    image_map = mapping(image, {numbers.lhs_spec[0]: images + batch, numbers.lhs_spec[1]: channels + inward})
+    kernel_map = mapping(kernel, {numbers.rhs_spec[0]: outward, numbers.rhs_spec[1]: inward})
+    result_map = mapping(result, {numbers.out_spec[0]: batch, numbers.out_spec[1]: outward})
     return Rule(tuple(factors), (image_map, kernel_map), (result_map,))
 
 

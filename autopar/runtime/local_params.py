@@ -393,11 +393,6 @@ def scatter_windows(site: Site) -> tuple[int, ...]:
     return tuple(1 if dim in single else next(windows) for dim in range(len(site.operands[0].shape)))
 
 
-def _rearranged(site: Site) -> Iterator[Place]:
-    """``reshape`` with its ``dimensions`` parameter reads the operand transposed; only the plain one is known here."""
-    return _everything(site) if site.params["dimensions"] is not None else iter(())
-
-
 def _recast(site: Site) -> Iterator[Place]:
     """The extra last dimension when a cast changes the element's width, or wraps words into a key."""
     operand, result = site.operands[0], site.results[0]
@@ -444,7 +439,6 @@ _WHOLE: dict[str, Callable[[Site], Iterator[Place]]] = {
         lambda site: [dim for dim, widths in enumerate(site.params["padding_config"]) if tuple(widths) != (0, 0, 0)]
     ),
     "stack": _stacked,
-    "reshape": _rearranged,
     "conv_general_dilated": _conv_space,
     "ragged_dot_general": _ragged,
     "gather": _gathered,

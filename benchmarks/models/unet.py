@@ -1,7 +1,7 @@
 """U-Net (Ronneberger et al. 2015) with GroupNorm (Wu and He 2018): images to a class for each pixel, Adam.
 
-Two convolutions on every level; down by max-pooling, up by transposed convolutions; what a level had on the way down is
-concatenated to what comes up. Convolutions are padded, so that the output has the size of the input.
+Two convolutions on every level (one in the toy); down by max-pooling, up by transposed convolutions; what a level had on
+the way down is concatenated to what comes up. Convolutions are padded, so that the output has the size of the input.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from benchmarks.models.linen import Task, mean_cross_entropy, supervised
 
 @dataclass(frozen=True)
 class UNetConfig:
-    """Features of the top level (doubled on each level below), levels below it, GroupNorm's groups, classes."""
+    """Features of the top level (doubled on each level below), levels below it, convolutions per level, groups."""
 
     channels: int
     depth: int
     image: int
     batch_size: int
+    convolutions: int = 2
     groups: int = 8
     classes: int = 8
     learning_rate: float = 1e-3
@@ -38,7 +39,7 @@ class UNetConfig:
 
 CONFIGS: Mapping[str, UNetConfig] = MappingProxyType(
     {
-        Size.TOY: UNetConfig(channels=16, depth=1, image=8, batch_size=8),
+        Size.TOY: UNetConfig(channels=16, depth=1, image=8, batch_size=8, convolutions=1),
         Size.BENCH: UNetConfig(channels=16, depth=2, image=32, batch_size=16),
         "31M": UNetConfig(channels=64, depth=4, image=512, batch_size=64),
     }
@@ -57,21 +58,21 @@ class UNet(nn.Module):
         types = {"dtype": self.dtype, "param_dtype": self.dtype}
         conv = partial(nn.Conv, kernel_size=(3, 3), use_bias=False, **types)
 
-        def twice(x: jax.Array, features: int) -> jax.Array:
-            for _ in range(2):
+        def level_of(x: jax.Array, features: int) -> jax.Array:
+            for _ in range(cfg.convolutions):
                 x = nn.relu(nn.GroupNorm(cfg.groups, **types)(conv(features)(x)))
             return x
 
         widths = [cfg.channels * 2**level for level in range(cfg.depth)]
         x, skips = images, []
         for features in widths:
-            x = twice(x, features)
+            x = level_of(x, features)
             skips.append(x)
             x = nn.max_pool(x, (2, 2), (2, 2))
-        x = twice(x, cfg.channels * 2**cfg.depth)
+        x = level_of(x, cfg.channels * 2**cfg.depth)
         for features, skip in zip(reversed(widths), reversed(skips), strict=True):
             x = nn.ConvTranspose(features, (2, 2), (2, 2), **types)(x)
-            x = twice(jnp.concatenate([skip, x], axis=-1), features)
+            x = level_of(jnp.concatenate([skip, x], axis=-1), features)
         return nn.Conv(cfg.classes, (1, 1), name="head", **types)(x)
 
 
