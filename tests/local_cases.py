@@ -19,8 +19,8 @@ from autopar.cluster import Mesh
 from autopar.graph.ir import Factor, FactorKind, Operator, Phase, Rule, Source
 from autopar.plan import Axes
 from autopar.runtime.collectives import to_shard
-from autopar.runtime.local_ops import check_local, run_local
-from autopar.runtime.local_params import site_of
+from autopar.schedule.local_ops import check_local, run_local
+from autopar.schedule.local_params import site_of
 
 SUM, MAX, MIN = FactorKind.SUM, FactorKind.MAX, FactorKind.MIN
 LOOKUP, SCATTER, BLOCKED = FactorKind.LOOKUP, FactorKind.SCATTER, FactorKind.BLOCKED

@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 from autopar.graph.ir import Factor, Rule
 from autopar.graph.rules import rules_for
 from autopar.plan import Axes
-from autopar.runtime.local_ops import check_local, positions, run_local
-from autopar.runtime.local_params import LocalError
+from autopar.schedule.local_ops import check_local, positions, run_local
+from autopar.schedule.local_params import LocalError
 from tests.local_cases import (
     BLOCKED,
     LOOKUP,

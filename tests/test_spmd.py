@@ -36,7 +36,7 @@ from autopar.intra_op.problem import OperatorNode, Problem, state_problem
 from autopar.plan import Layout, Stage, Strategy
 from autopar.runtime.executor import device_mesh, partition_spec
 from autopar.runtime.interpret import interpret
-from autopar.runtime.local_ops import check_local
+from autopar.schedule.local_ops import check_local
 from autopar.schedule.reshard import Move, MoveKind, moves_between
 from autopar.schedule.spmd import Buffer, Reshard, Run, SpmdProgram, lower, output_layouts
 from autopar.schedule.verify import verify_program

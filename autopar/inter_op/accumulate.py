@@ -30,7 +30,7 @@ from autopar.graph.ir import Operator
 from autopar.graph.tracing import TracedProgram
 from autopar.inter_op.examples import BARRIER, Examples, Level, cut_dim
 from autopar.plan import Axes
-from autopar.runtime.local_ops import run_local
+from autopar.schedule.local_ops import run_local
 
 WIDE_ACCUMULATOR = jnp.float32
 """Sums of floats narrower than this are accumulated in it, as a matrix product accumulates inside."""

@@ -29,7 +29,7 @@ from autopar.graph.build import LoopKind
 from autopar.graph.ir import FactorKind, Graph, Operator, Phase, Value
 from autopar.graph.zeros import is_zero_literal, zero_values
 from autopar.plan import Axes, Layout
-from autopar.runtime.local_params import LocalError, site_of
+from autopar.schedule.local_params import LocalError, site_of
 from autopar.schedule.reshard import replicated
 
 AXIS = "microbatch"

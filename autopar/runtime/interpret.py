@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from autopar import _compat
 from autopar.graph.build import LoopKind
 from autopar.runtime.collectives import apply_moves
-from autopar.runtime.local_ops import run_local
+from autopar.schedule.local_ops import run_local
 from autopar.schedule.reshard import replicated
 from autopar.schedule.spmd import Buffer, Reshard, Run, SpmdProgram
 

@@ -26,7 +26,7 @@ from jax.extend.random import threefry2x32_p
 from autopar.cluster import Mesh
 from autopar.graph.ir import FactorKind, Operator
 from autopar.plan import Axes
-from autopar.runtime.local_params import (
+from autopar.schedule.local_params import (
     SCATTERS,
     Index,
     LocalError,
