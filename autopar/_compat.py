@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+from jax._src import mesh as jax_mesh
 from jax.interpreters import partial_eval
 
 Var = jex.Var
@@ -143,6 +144,14 @@ def sharding_constraint_equation(atom: Any, out: Any, sharding: Any, like: Any) 
         params=template.params,
         effects=template.effects,
     )
+
+
+def ambient_mesh() -> Any:
+    """The mesh that the user has put in scope, by ``jax.set_mesh`` or by ``with mesh:``; None if there is none."""
+    for mesh in (jax.sharding.get_abstract_mesh(), jax_mesh.thread_resources.env.physical_mesh):
+        if not mesh.empty:
+            return mesh
+    return None
 
 
 def scan_arity(params: dict[str, Any]) -> tuple[int, int]:

@@ -18,15 +18,17 @@ from autopar.cluster import Cluster
 from autopar.errors import PlanError, TraceError
 from autopar.graph.roles import infer_roles
 from autopar.graph.tracing import Call, TracedProgram, flatten_call, trace
+from autopar.graph.wishes import LeafWish, LeafWishes, leaf_wishes, names_on
 from autopar.intra_op.search import Found
 from autopar.intra_op.why import Question, Why, why
 from autopar.methods import HAND_MADE, Method
 from autopar.plan import Plan
-from autopar.planning import Demands, Subjected, make_plan, subject_of
+from autopar.planning import Demands, Subjected, demands_of_user, make_plan, said_of_inputs, subject_of
 from autopar.progress import Progress
 from autopar.runtime.executor import Executor
 from autopar.schedule.spmd import SpmdProgram, lower
 from autopar.transfer import adapt_stage
+from autopar.user_shardings import UserShardings
 
 ArgumentNames = int | str | Iterable[int | str] | None
 
@@ -91,6 +93,7 @@ class Parallelized:
         self._compiled: dict[Hashable, Compiled] = {}
         self._quick: dict[Hashable, Compiled] = {}
         self._planned: dict[tuple[str, Cluster, Hashable], tuple[Plan, Found | None]] = {}
+        self._placed: dict[str, LeafWish | None] = {}  # by leaf path, as first seen: what our steps return is ours
         self._in_use: Plan | None = None
         self._last: Compiled | None = None
 
@@ -102,9 +105,9 @@ class Parallelized:
         if (compiled := self._quick.get(quick_key)) is None:
             call = self._flatten(args, kwargs)
             self._refuse_tracers(call)
-            leaves, key = list(call.leaves), _key_of(call)
+            leaves, key = list(call.leaves), (_key_of(call), self._names_on(call))
             if (compiled := self._compiled.get(key)) is None:
-                compiled = self._compiled[key] = self._compile(args, kwargs, key, self.cluster, None)
+                compiled = self._compiled[key] = self._compile(args, kwargs, self.cluster, None)
             if quick_key is not None:
                 self._quick[quick_key] = compiled
         self._last = compiled
@@ -138,8 +141,7 @@ class Parallelized:
         self, *args: Any, cluster: Cluster | None = None, method: str | Method | None = None, **kwargs: Any
     ) -> Compiled:
         """The compiled step for these arguments (shapes suffice) on the devices of this process."""
-        call = self._flatten(args, kwargs)
-        return self._compile(args, kwargs, _key_of(call), cluster or self.cluster, method)
+        return self._compile(args, kwargs, cluster or self.cluster, method)
 
     def use(self, plan: Plan) -> None:
         """Run by this plan from now on; it is held against the function at the next call."""
@@ -194,11 +196,11 @@ class Parallelized:
     ) -> tuple[Plan, Found | None]:
         """Plan and planner's records for a step that was traced before, if need be without the memory budget.
 
-        A mesh shape that the user demands is not demanded of another method.
+        A mesh shape, and shardings in the code, are not demanded of another method.
         """
         demands = self._demands(method)
         if method is not None:
-            demands = replace(demands, mesh_shape=None)
+            demands = replace(demands, mesh_shape=None, user_shardings=UserShardings.IGNORE)
         if not within_budget:
             demands = replace(demands, memory_per_device=math.inf)
         with self._progress() as progress:
@@ -223,6 +225,14 @@ class Parallelized:
         groups = [[inputs[position] for position in group] for group in groups]
         question = Question(found, subject.roles.state_pairs, cluster)
         return why(question, groups, time_limit_seconds=WHY_SECONDS)
+
+    def said_by_user(
+        self, subject: Subjected, cluster: Cluster, method: str | Method | None
+    ) -> tuple[dict[int, str], tuple[str, ...]]:
+        """Input positions of which the user has demanded a layout, with where; and notes on what was not kept."""
+        demands = self._demands(method)
+        user = demands_of_user(subject, cluster, demands)
+        return said_of_inputs(subject, user, demands), user.notes
 
     @property
     def opponents(self) -> tuple[str, ...]:
@@ -260,7 +270,8 @@ class Parallelized:
             )
 
     def _subject(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], platform: str) -> Subjected:
-        key = (_key_of(self._flatten(args, kwargs)), platform)
+        call = self._flatten(args, kwargs)
+        key = (_key_of(call), self._names_on(call), platform)
         if key not in self._subjects:
             options = self._options
             program = trace(
@@ -271,8 +282,24 @@ class Parallelized:
                 static_argnames=options.static_argnames,
             )
             roles = infer_roles(program, batch_argnums=options.batch_argnums, state_argnums=options.state_argnums)
-            self._subjects[key] = subject_of(program, roles, platform)
+            self._subjects[key] = subject_of(program, roles, platform, self._leaf_wishes(call))
         return self._subjects[key]
+
+    def _names_on(self, call: Call) -> Hashable:
+        """What boxes and metadata say of the leaves, which is no part of their paths and shapes."""
+        if self._options.demands.user_shardings is UserShardings.IGNORE:
+            return ()
+        return tuple(names_on(call)[0].items())
+
+    def _leaf_wishes(self, call: Call) -> LeafWishes | None:
+        """Shardings that the arguments carry; where arrays lie counts as it was when a leaf was first seen."""
+        if self._options.demands.user_shardings is UserShardings.IGNORE:
+            return None
+        said = leaf_wishes(call)
+        for path in call.paths:
+            self._placed.setdefault(path, said.placed.get(path))
+        placed = {path: wish for path in call.paths if (wish := self._placed[path]) is not None}
+        return replace(said, placed=placed)
 
     def _plan(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], cluster: Cluster, demands: Demands
@@ -285,7 +312,7 @@ class Parallelized:
     def _plan_subject(
         self, subject: Subjected, cluster: Cluster, demands: Demands, progress: Progress
     ) -> tuple[Plan, Found | None]:
-        key = (subject.fingerprint, cluster, _hashable(demands))
+        key = (subject.fingerprint, cluster, (_hashable(demands), subject.wishes))
         if key not in self._planned:
             progress.say("planning")
             self._planned[key] = self._reused(subject, cluster, demands) or make_plan(
@@ -295,8 +322,9 @@ class Parallelized:
 
     def _reused(self, subject: Subjected, cluster: Cluster, demands: Demands) -> tuple[Plan, Found | None] | None:
         """An earlier plan of the same program with other sizes, if its layouts still divide."""
-        for (_, known_cluster, known_demands), (plan, found) in self._planned.items():
-            if known_cluster == cluster and known_demands == _hashable(demands):
+        asked = (_hashable(demands), subject.wishes)
+        for (_, known_cluster, known_asked), (plan, found) in self._planned.items():
+            if known_cluster == cluster and known_asked == asked:
                 adapted = adapt_stage(plan, subject, cluster, demands)
                 if adapted is not None:
                     return adapted, found
@@ -306,7 +334,6 @@ class Parallelized:
         self,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        key: Hashable,
         cluster: Cluster,
         method: str | Method | None,
     ) -> Compiled:
@@ -334,7 +361,9 @@ def _check_fits(plan: Plan, subject: Subjected, cluster: Cluster) -> None:
         ours, theirs = set(subject.program.in_paths), set(plan.in_paths)
         odd = sorted(ours ^ theirs)[:3]
         where = (
-            f"they differ in the arguments {', '.join(odd)}" if odd else "the same arguments, but another computation"
+            f"they differ in the arguments {', '.join(odd)}"
+            if odd
+            else "the same arguments, but another computation or other shardings in it"
         )
         raise PlanError(f"the plan was made for another program ({where}); plan again for this one")
 
@@ -363,7 +392,14 @@ def _type_of(leaf: Any) -> tuple[tuple[int, ...], str]:
 
 def _hashable(demands: Demands) -> Hashable:
     constraints = tuple((pattern, str(spec)) for pattern, spec in demands.constraints.items())
-    return (demands.method, demands.memory_per_device, demands.mesh_shape, constraints, demands.donate_state)
+    return (
+        demands.method,
+        demands.memory_per_device,
+        demands.mesh_shape,
+        constraints,
+        demands.donate_state,
+        demands.user_shardings,
+    )
 
 
 @overload
@@ -384,6 +420,7 @@ def parallelize(
     state_argnums: ArgumentNames = None,
     donate_argnums: str | tuple[int, ...] = "auto",
     solver_seconds: float = 60.0,
+    user_shardings: str | UserShardings = "respect",
 ) -> Callable[[Callable[..., Any]], Parallelized]: ...
 
 
@@ -401,6 +438,9 @@ def parallelize(function: Callable[..., Any] | None = None, /, **options: Any) -
     * ``static_argnums``, ``static_argnames``: as in ``jax.jit``.
     * ``batch_argnums``, ``state_argnums``: arguments (numbers or names) that are batch or state; default inferred.
     * ``donate_argnums``: ``"auto"`` donates the state, ``()`` nothing.
+    * ``user_shardings``: ``"respect"`` keeps shardings that stand in the function (``with_sharding_constraint``), on its
+      arguments (``Partitioned`` boxes, NNX metadata) and of state that lies on several devices, on the mesh that they
+      name; ``"ignore"`` plans as if there were none.
     * ``solver_seconds``: time limit of one integer program; the best solution found then is used, with its gap.
     """
     if function is None:
@@ -421,11 +461,10 @@ def _sizes(mesh_shape: Any) -> tuple[int, ...]:
 def _read_options(given: dict[str, Any]) -> Options:
     known = ("method", "memory_per_device", "mesh_shape", "constraints", "solver_seconds")
     others = ("cluster", "static_argnums", "static_argnames", "batch_argnums", "state_argnums")
-    unknown = [name for name in given if name not in (*known, *others, "donate_argnums")]
+    every = (*known, *others, "donate_argnums", "user_shardings")
+    unknown = [name for name in given if name not in every]
     if unknown:
-        raise TypeError(
-            f"parallelize() got unknown options {unknown}; known are {sorted((*known, *others, 'donate_argnums'))}"
-        )
+        raise TypeError(f"parallelize() got unknown options {unknown}; known are {sorted(every)}")
     demands = {name: given[name] for name in known if given.get(name) is not None}
     if "mesh_shape" in demands:
         demands["mesh_shape"] = _sizes(demands["mesh_shape"])
@@ -435,6 +474,10 @@ def _read_options(given: dict[str, Any]) -> Options:
             'donate_argnums is "auto" (the state is donated) or () (nothing is); other arguments stay yours'
         )
     return Options(
-        demands=Demands(**demands, donate_state=donate == "auto"),
+        demands=Demands(
+            **demands,
+            donate_state=donate == "auto",
+            user_shardings=UserShardings.of(given.get("user_shardings", UserShardings.RESPECT)),
+        ),
         **{name: given[name] for name in others if name in given},
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -21,11 +21,13 @@ from autopar.graph.fingerprint import fingerprint
 from autopar.graph.ir import Graph
 from autopar.graph.roles import Role, Roles
 from autopar.graph.tracing import TracedProgram
+from autopar.graph.wishes import LeafWishes, Origin, Wishes, wishes_of
 from autopar.intra_op.restrict import Restriction
 from autopar.intra_op.search import Found, Task, search
 from autopar.methods import IntraOp, Method, Subject, mesh_of, method_of
 from autopar.plan import Layout, Plan
 from autopar.schedule.spmd import output_layouts
+from autopar.user_shardings import HOW_TO_IGNORE, UserDemands, UserShardings, user_demands, with_wishes
 from autopar.wording import slashed
 
 
@@ -39,6 +41,7 @@ class Demands:
     constraints: Mapping[str, PartitionSpec] = field(default_factory=dict)
     solver_seconds: float = 60.0
     donate_state: bool = True
+    user_shardings: UserShardings = UserShardings.RESPECT
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class Subjected:
     roles: Roles
     graph: Graph
     fingerprint: str
+    wishes: Wishes = field(default_factory=Wishes)
+    """Shardings in the user's code, unless they are to be ignored."""
 
     @property
     def donated(self) -> frozenset[int]:
@@ -61,9 +66,44 @@ class Subjected:
         return dict(zip(self.graph.inputs, self.program.in_paths, strict=True))
 
 
-def subject_of(program: TracedProgram, roles: Roles, platform: str) -> Subjected:
-    """Build the graph and the fingerprint of a traced program."""
-    return Subjected(program, roles, build_graph(program.jaxpr, platform=platform), fingerprint(program))
+def subject_of(program: TracedProgram, roles: Roles, platform: str, leaves: LeafWishes | None = None) -> Subjected:
+    """Build the graph and the fingerprint of a traced program.
+
+    ``leaves`` are the shardings that the arguments carry; None: those and the ones in the program are ignored.
+    """
+    graph = build_graph(program.jaxpr, platform=platform)
+    if leaves is None:
+        return Subjected(program, roles, graph, fingerprint(program))
+    wishes = wishes_of(graph, program.in_paths, roles.leaves(Role.STATE), leaves)
+    return Subjected(program, roles, graph, fingerprint(program, wishes.texts), wishes)
+
+
+def demands_of_user(subject: Subjected, cluster: Cluster, demands: Demands) -> UserDemands:
+    """What shardings in the user's code leave of meshes and layouts (see :mod:`autopar.user_shardings`)."""
+    if demands.user_shardings is UserShardings.IGNORE:
+        return UserDemands()
+    method = method_of(demands.method)
+    is_free = isinstance(method, IntraOp)
+    shape = demands.mesh_shape or (method.mesh_shape if isinstance(method, IntraOp) else None)
+    return user_demands(subject.wishes, subject.graph, cluster, mesh_shape=shape, is_free=is_free)
+
+
+def said_of_inputs(subject: Subjected, user: UserDemands, demands: Demands) -> dict[int, str]:
+    """What explanations say of inputs (by position) of which the user has demanded a layout, and where."""
+    position_of = {value: position for position, value in enumerate(subject.graph.inputs)}
+    said = {}
+    for wish in sorted(user.wishes, key=lambda wish: wish.origin is not Origin.CODE):
+        if wish.origin is Origin.CODE and wish.source in position_of:
+            said[position_of[wish.source]] = f"used as you asked: {wish.place.rsplit('/', 1)[-1]}"
+        elif wish.origin is Origin.NAMES:
+            said[position_of[wish.value]] = f"you asked for it: names {wish.said}"
+        elif wish.origin is Origin.PLACED:
+            said.setdefault(position_of[wish.value], "you asked for it: it was passed so")
+    for pattern in demands.constraints:
+        for position, path in enumerate(subject.program.in_paths):
+            if path_matches(pattern, path):
+                said[position] = f"you asked for it: constraints[{pattern!r}]"
+    return said
 
 
 def make_plan(
@@ -83,11 +123,14 @@ def make_plan(
         meshes = (wanted,) if isinstance(method, IntraOp) else tuple(mesh for mesh in meshes if mesh == wanted)
         if not meshes:
             raise PlanError(f"method={method.name!r} cannot use mesh_shape={demands.mesh_shape}; leave one of them out")
+    user = demands_of_user(subject, cluster, demands)
+    meshes = _meshes_of_user(meshes, user, method)
     state = subject.roles.leaves(Role.STATE)
     view = Subject(subject.graph, state, subject.roles.leaves(Role.BATCH))
     donated = subject.donated if demands.donate_state else frozenset()
     constraints = _without_axes_of_one(demands)
     meshes = _meshes_with_names(meshes, constraints)
+    is_asked = bool(demands.constraints) or user.meshes is not None
     task = Task(
         graph=subject.graph,
         state_pairs=subject.roles.state_pairs,
@@ -95,11 +138,17 @@ def make_plan(
         cluster=cluster,
         meshes=meshes,
         budget_bytes=float(demands.memory_per_device or cluster.per_device_memory_bytes),
-        restriction=lambda mesh: _with_constraints(method.restriction(view, mesh), subject, constraints, mesh),
-        batch=view.batch if isinstance(method, IntraOp) and not demands.constraints else (),
+        restriction=lambda mesh: with_wishes(
+            _with_constraints(method.restriction(view, mesh), subject, constraints, mesh),
+            user,
+            subject.graph,
+            mesh,
+        ),
+        batch=view.batch if isinstance(method, IntraOp) and not is_asked else (),
         solver_seconds=demands.solver_seconds,
         names=subject.names,
         report_progress=report_progress,
+        separate=frozenset(wish.value for wish in user.wishes if wish.origin is Origin.CODE),
     )
     found = search(task)
     return plan_of(subject, cluster, method.name, found), found
@@ -126,6 +175,22 @@ def plan_of(subject: Subjected, cluster: Cluster, method_name: str, found: Found
 
 
 # --------------------------------------------------------------------------------------------- the user's constraints
+
+
+def _meshes_of_user(meshes: tuple[Mesh, ...], user: UserDemands, method: Method) -> tuple[Mesh, ...]:
+    """Meshes that the user's shardings leave; the free method takes any, a hand-made one has its own."""
+    if user.meshes is None:
+        return meshes
+    if isinstance(method, IntraOp):
+        return user.meshes
+    common = tuple(mesh for mesh in meshes if mesh in user.meshes)
+    if not common:
+        said = " or ".join(map(str, user.meshes))
+        raise PlanError(
+            f"method={method.name!r} cannot use the mesh {said} of the shardings in the code, its own are "
+            f'{" or ".join(map(str, meshes))}; use method="auto", {HOW_TO_IGNORE}'
+        )
+    return common
 
 
 def _meshes_with_names(meshes: tuple[Mesh, ...], constraints: Mapping[str, PartitionSpec]) -> tuple[Mesh, ...]:
@@ -188,7 +253,7 @@ def _with_constraints(
                     "that another constraint or the method demands"
                 )
             pinned[value] = layout
-    return Restriction(pinned, restriction.pinned_copies, restriction.reach, names)
+    return replace(restriction, pinned=pinned, names=names)
 
 
 def _layout_of(pattern: str, spec: PartitionSpec, rank: int, mesh: Mesh) -> Layout:

@@ -28,7 +28,7 @@ from autopar.plan import Layout
 from autopar.schedule.reshard import MoveKind, after_move, moves_between
 
 COPY_FROM_BYTES = 4096
-TIE_BREAK = 1e-18
+TIE_BREAK = 1e-16
 MERGED_ON_GPU = (MoveKind.ALL_REDUCE, MoveKind.REDUCE_SCATTER, MoveKind.ALL_GATHER)
 KINDS = {
     MoveKind.ALL_GATHER: Collective.ALL_GATHER,

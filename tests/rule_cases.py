@@ -70,6 +70,7 @@ KEY = jax.random.key(3)
 GATHER = lax.GatherDimensionNumbers
 SCATTER = lax.ScatterDimensionNumbers
 MESH = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+EXPLICIT_MESH = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,))
 CONV = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "padding": "SAME"}
 POOL = {"window_dimensions": (1, 3, 1), "window_strides": (1, 3, 1), "padding": "VALID"}
 
@@ -300,6 +301,12 @@ TABLE_CASES = [
         "sharding_constraint",
         "a b c -> a b c",
         shaped(lambda x: lax.with_sharding_constraint(x, NamedSharding(MESH, PartitionSpec("x")))),
+        (X,),
+    ),
+    Case(
+        "reshard",
+        "a b c -> a b c",
+        shaped(lambda x: jax.sharding.reshard(x, NamedSharding(EXPLICIT_MESH, PartitionSpec("x")))),
         (X,),
     ),
     Case("device_put", "a b c -> a b c", shaped(jax.device_put), (X,)),

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.cost_model.arrays import Arrays, Form, Node, Tenant, arrays_of
-from autopar.cost_model.collectives import Collective
+from autopar.cost_model.collectives import Collective, collective_seconds
 from autopar.cost_model.combine import MOST_COMBINED, combined, joined, led_by
 from autopar.cost_model.hlo import collectives, parse_module
 from benchmarks.models import FAMILIES, build
@@ -176,5 +176,12 @@ def test_a_set_pays_its_latency_once() -> None:
     assert len(leaders) == len(reduces) > 1
     alone = len(set(leaders.values()))
     assert alone == len(widths(parse_module(compiled.as_text())))
-    slope = {(use.seconds - reduces[0].seconds) / (use.full_bytes - reduces[0].full_bytes) for use in reduces[1:]}
-    assert slope
+    cluster, mesh = eight_slow_devices(), compiled.plan.mesh
+
+    def price(size: float) -> float:
+        return collective_seconds(Collective.ALL_REDUCE, size, mesh.axis_names, mesh, cluster)
+
+    apart = sum(price(use.full_bytes) for use in reduces)
+    saved = (len(reduces) - alone) * price(0.0)
+    assert saved > 0
+    assert sum(use.seconds for use in reduces) == pytest.approx(apart - saved)

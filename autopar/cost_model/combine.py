@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.cost_model.arrays import Arrays, arrays_of
+from autopar.cost_model.buffers import Place, places_of
 from autopar.schedule.spmd import Buffer, SpmdProgram
 
 MOST_COMBINED = 256
@@ -49,18 +50,34 @@ def combined(arrays: Arrays) -> list[tuple[int, ...]]:
 
 
 def _post_order(arrays: Arrays) -> list[int]:
-    """Nodes after their inputs, from the first result's first operand on; what no result needs is left out."""
+    """Nodes with buffers after those that they read, from the first result's first operand on; unread ones are left out.
+
+    What is computed inside a kernel was taken into it operand by operand, each time with its own operands put last: a
+    kernel's operands stand breadth first.
+    """
+    places = places_of(arrays, reductions_read_memory=True)
+
+    def reads(node: int) -> list[int]:
+        found = list(dict.fromkeys(arrays.nodes[node].inputs))
+        seen = set(found)
+        for read in found:
+            if places[read] is not Place.MEMORY:
+                fresh = [i for i in dict.fromkeys(arrays.nodes[read].inputs) if i not in seen]
+                seen.update(fresh)
+                found += fresh
+        return [read for read in found if places[read] is Place.MEMORY]
+
     order: list[int] = []
-    seen: set[int] = set()
+    begun: set[int] = set()
     stack = [(node, False) for node in reversed(arrays.outputs) if node is not None]
     while stack:
         node, done = stack.pop()
         if done:
             order.append(node)
-        elif node not in seen:
-            seen.add(node)
+        elif node not in begun:
+            begun.add(node)
             stack.append((node, True))
-            stack += [(i, False) for i in reversed(arrays.nodes[node].inputs) if i not in seen]
+            stack += [(read, False) for read in reversed(reads(node)) if read not in begun]
     return order
 
 

@@ -76,6 +76,9 @@ class Step(Protocol):
     ) -> tuple[Plan, Found | None]:
         """Plan what was traced before."""
 
+    def said_by_user(self, subject: Subjected, cluster: Cluster, method: Any) -> tuple[dict[int, str], tuple[str, ...]]:
+        """What the user has demanded of inputs (positions), and notes on demands that were not kept."""
+
     def runner_ups(
         self, subject: Subjected, found: Found, cluster: Cluster, groups: Sequence[Sequence[int]]
     ) -> tuple[Why, ...]:
@@ -92,6 +95,8 @@ class _Case:
     plan: Plan
     found: Found | None
     ran: Ran | None
+    said: tuple[dict[int, str], tuple[str, ...]] = ({}, ())
+    """What the user has demanded of inputs, by position, and notes on what was not kept of it."""
 
 
 def explain(
@@ -113,7 +118,9 @@ def explain(
         )
     if args or kwargs:
         subject, plan, found = train_step.records(*args, cluster=cluster, method=method, **kwargs)
-        return _explanation(_Case(train_step, cluster or train_step.cluster, subject, plan, found, None))
+        place = cluster or train_step.cluster
+        said = train_step.said_by_user(subject, place, method)
+        return _explanation(_Case(train_step, place, subject, plan, found, None, said))
     if (known := train_step.last_records()) is None:
         raise AutoparError(
             f"{train_step.__name__} has not been called yet; call it first, or pass its arguments "
@@ -121,7 +128,8 @@ def explain(
         )
     subject, plan, found = known
     if cluster is None and method is None:
-        return _explanation(_Case(train_step, train_step.cluster, subject, plan, found, train_step.last))
+        said = train_step.said_by_user(subject, train_step.cluster, None)
+        return _explanation(_Case(train_step, train_step.cluster, subject, plan, found, train_step.last, said))
     if cluster is not None and cluster.device.platform is not train_step.cluster.device.platform:
         raise AutoparError(
             f"{cluster.name} is of another platform than {train_step.cluster.name}, so the step must be traced for it; "
@@ -129,7 +137,8 @@ def explain(
         )
     cluster = cluster or train_step.cluster
     plan, found = train_step.records_of(subject, cluster=cluster, method=method)
-    return _explanation(_Case(train_step, cluster, subject, plan, found, None))
+    said = train_step.said_by_user(subject, cluster, None) if method is None else ({}, ())
+    return _explanation(_Case(train_step, cluster, subject, plan, found, None, said))
 
 
 def _explanation(case: _Case) -> Explanation:
@@ -156,7 +165,7 @@ def _explanation(case: _Case) -> Explanation:
         time=_time(prediction),
         memory=_memory(prediction, leaves, budget),
         leaves=leaves,
-        parameters=parameters_of(leaves, groups, whys, _inputs_asked_about(case), plan),
+        parameters=parameters_of(leaves, groups, whys, _inputs_asked_about(case), plan, case.said[0]),
         operators=operators,
         collectives=collective_groups(prediction, program, subject.names),
         methods=methods,
@@ -283,4 +292,6 @@ def _notes(case: _Case, whys: tuple[Why, ...]) -> tuple[str, ...]:
         )
     if not case.subject.donated or not case.step.demands.donate_state:
         notes.append("No state is donated, so a step holds the old and the new state at once.")
-    return tuple(notes)
+    if case.subject.wishes.wishes:
+        notes.append("Shardings in your own code bind the plan, not those of the methods that it is compared with.")
+    return (*notes, *case.said[1])

@@ -105,9 +105,17 @@ def parameter_groups(leaves: Sequence[Leaf]) -> tuple[tuple[int, ...], ...]:
 
 
 def parameters_of(
-    leaves: Sequence[Leaf], groups: Sequence[tuple[int, ...]], whys: Sequence[Why], inputs: Sequence[int], plan: Plan
+    leaves: Sequence[Leaf],
+    groups: Sequence[tuple[int, ...]],
+    whys: Sequence[Why],
+    inputs: Sequence[int],
+    plan: Plan,
+    said: Mapping[int, str],
 ) -> tuple[Parameter, ...]:
-    """One row per group; ``whys`` answer for the groups in the same order, or are empty; ``inputs`` are value ids."""
+    """One row per group; ``whys`` answer for the groups in the same order, or are empty; ``inputs`` are value ids.
+
+    ``said`` are the user's own demands, by position.
+    """
     leaf_of = dict(zip(inputs, leaves, strict=True))
     found = []
     for number, group in enumerate(groups):
@@ -115,6 +123,7 @@ def parameters_of(
         paths = tuple(leaves[position].path for position in group)
         why = whys[number] if whys else None
         others = () if why is None else tuple(_runner_up(other, leaf_of) for other in why.alternatives)
+        asked = next((said[position] for position in group if position in said), "")
         found.append(
             Parameter(
                 path=family_name(paths),
@@ -126,7 +135,7 @@ def parameters_of(
                 use=first.use,
                 whole_bytes=first.whole_bytes * len(group),
                 bytes_per_device=first.bytes_per_device * len(group),
-                why="" if why is None else _why_text(why, others, first, plan),
+                why=asked if why is None else _why_text(why, others, first, plan, asked),
                 runner_ups=others,
             )
         )
@@ -146,8 +155,10 @@ def _runner_up(other: Alternative, leaf_of: Mapping[int, Leaf]) -> RunnerUp:
     )
 
 
-def _why_text(why: Why, others: Sequence[RunnerUp], leaf: Leaf, plan: Plan) -> str:
+def _why_text(why: Why, others: Sequence[RunnerUp], leaf: Leaf, plan: Plan, asked: str) -> str:
     match why.answer.value:
+        case "only_choice" if asked:
+            text = ""
         case "compared":
             text = runner_ups_text(others, plan.step_seconds)
         case "leanest":
@@ -161,7 +172,7 @@ def _why_text(why: Why, others: Sequence[RunnerUp], leaf: Leaf, plan: Plan) -> s
     if why.unlimited is not None:
         gain = seconds_text(why.unlimited_gain_seconds)
         text += f"; without the memory budget {spec_text(why.unlimited)}, in a plan that is {gain} faster"
-    return text.removeprefix("; ")
+    return "; ".join(filter(None, (asked, text.removeprefix("; "))))
 
 
 # ------------------------------------------------------------------------------------------- what does not divide

@@ -5,7 +5,7 @@ values of large closed-over arrays.  The fingerprint is the SHA-256 of a canonic
 in the order of their definition,
 
     fingerprint(P) = sha256( inputs' types ‖ primitive, parameters, operands, results' types of each equation ‖
-                             outputs ‖ small constants ‖ static arguments )
+                             outputs ‖ small constants ‖ static arguments ‖ shardings that are kept )
 
 with functions written by their qualified names and bodies of loops in place.  It contains no ``hash()`` and no order of
 a set, so it is the same in every process.
@@ -18,12 +18,14 @@ import enum
 import functools
 import hashlib
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from autopar import _compat
 from autopar._compat import DropVar, Literal
+from autopar.graph.inline import SAY_ONLY_WHERE
 from autopar.graph.tracing import TracedProgram
 
 SMALL_CONSTANT_BYTES = 1024
@@ -35,13 +37,18 @@ _MAX_DEPTH = 12
 _OBJECT_DEPTH = 4  # objects that know no text of their own are followed three deep: they may point in circles
 
 
-def fingerprint(program: TracedProgram) -> str:
-    """SHA-256, in hexadecimal, of what the program computes (see the module docstring). Linear in its size."""
+def fingerprint(program: TracedProgram, shardings: Sequence[str] = ()) -> str:
+    """SHA-256, in hexadecimal, of what the program computes (see the module docstring). Linear in its size.
+
+    ``shardings`` are the texts of those in the user's code that a plan must keep; in equations they do not count, for
+    there JAX writes kinds of devices and memories with them.
+    """
     parts: list[str] = [f"visible {program.num_visible}\n"]
     _write_jaxpr(_compat.jaxpr_of(program.jaxpr), parts)
     small = [v for v in program.hidden if not _compat.is_key_dtype(v.dtype) and v.nbytes <= SMALL_CONSTANT_BYTES]
     parts += [f"const {_encode(np.asarray(value))}\n" for value in small]
     parts += [f"static {name} {_encode(value)}\n" for name, value in program.static]
+    parts += [f"sharding {text}\n" for text in shardings]
     return hashlib.sha256("".join(parts).encode()).hexdigest()
 
 
@@ -92,7 +99,7 @@ def _type(aval: Any) -> str:
 
 def _encode_params(equation: Any) -> str:
     params = equation.params
-    if not params:
+    if not params or equation.primitive.name in SAY_ONLY_WHERE:
         return ""
     if equation.primitive.name == "scan":
         params = {name: value for name, value in params.items() if name not in _SCAN_ARITY}

@@ -205,7 +205,7 @@ WEIGHTS: Mapping[str, int] = {
 
 RENAMING = frozenset(
     {
-        *("reshape", "squeeze", "expand_dims", "optimization_barrier", "sharding_constraint"),
+        *("reshape", "squeeze", "expand_dims", "optimization_barrier", "sharding_constraint", "reshard"),
         *("stop_gradient", "name", "random_wrap", "random_unwrap", "random_clone"),
     }
 )

@@ -54,6 +54,9 @@ _CALLS = frozenset(
 )
 _REMAT = frozenset({"remat2", "checkpoint"})
 
+SAY_ONLY_WHERE = frozenset({"sharding_constraint", "reshard"})
+"""Primitives that compute nothing and say where their operand shall lie."""
+
 _TRACER_HELP = (
     "The function closes over a value of an outer transformation (jit, grad, vmap, scan, …), which has no value of its "
     "own. Pass it as an argument, or call the function outside of that transformation."

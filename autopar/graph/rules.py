@@ -444,7 +444,7 @@ TABLE: Mapping[str, Row] = {
     **dict.fromkeys(("cholesky", "triangular_solve", "lu", "qr", "householder_product"), _batched(2)),
     **dict.fromkeys(("eig", "eigh", "svd", "schur", "hessenberg", "tridiagonal"), _batched(2)),
     **dict.fromkeys(("lu_pivots_to_permutation", "tridiagonal_solve"), _batched(1)),
-    **dict.fromkeys(("optimization_barrier", "sharding_constraint", "device_put"), _each_its_own),
+    **dict.fromkeys(("optimization_barrier", "sharding_constraint", "reshard", "device_put"), _each_its_own),
     **dict.fromkeys(("random_wrap", "random_unwrap", "random_seed", "random_fold_in", "random_split"), _whole),
     **dict.fromkeys(("random_clone", "rng_bit_generator", "rng_uniform"), _whole),
     "approx_top_k": _all_but("reduction_dimension"),

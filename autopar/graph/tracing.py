@@ -244,6 +244,10 @@ def trace(
             f"{_name_of(function)} uses a value that leaked out of another transformation. Return values instead of "
             f"storing them in variables outside of the function. JAX says: {error}"
         ) from error
+    except _errors_of_nnx() as error:
+        if "different trace level" in str(error):
+            raise TraceError(_IN_PLACE) from error  # an NNX object that the function closes over
+        raise
 
     (out_keys, out_tree) = result[-1]
     flat_program = inline(closed)
@@ -312,6 +316,19 @@ def _explain_axis_name(error: NameError, function: Callable[..., Any]) -> None:
     ) from error
 
 
+def _errors_of_nnx() -> tuple[type[Exception], ...]:
+    """What NNX raises where an object of another trace is changed; nothing unless it is in use."""
+    return (ValueError, sys.modules["flax.errors"].FlaxError) if "flax.nnx" in sys.modules else ()
+
+
+_IN_PLACE = (
+    "This step changes an NNX object in place, and a traced function can change neither its arguments nor what it closes "
+    "over. Split the object outside, merge it inside, and return its new state:\n"
+    "+  graphdef, state = nnx.split(model)  # once, outside; pass state instead of model\n"
+    "+  model = nnx.merge(graphdef, state)  # first line of the step; return nnx.state(model)"
+)
+
+
 def _check_not_mutated(before: Sequence[Any], arguments: Any, out_leaves: Sequence[Any]) -> None:
     """Refuse NNX objects changed in place whose new values are not returned: any transformation would lose them."""
     nnx = sys.modules.get("flax.nnx")
@@ -324,9 +341,4 @@ def _check_not_mutated(before: Sequence[Any], arguments: Any, out_leaves: Sequen
     known = {id(leaf) for leaf in (*before, *out_leaves)}
     if all(id(leaf) in known for leaf in tree_leaves(arguments)):
         return
-    raise TraceError(
-        "This step changes an NNX object in place, and a traced function cannot change its arguments. Split the object "
-        "outside, merge it inside, and return its new state:\n"
-        "+  graphdef, state = nnx.split(model)  # once, outside; pass state instead of model\n"
-        "+  model = nnx.merge(graphdef, state)  # first line of the step; return nnx.state(model)"
-    )
+    raise TraceError(_IN_PLACE)

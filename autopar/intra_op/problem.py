@@ -179,9 +179,15 @@ def gathering_carries(operator: Operator) -> frozenset[int]:
     )
 
 
-def state_problem(graph: Graph, state_pairs: tuple[tuple[int, int], ...]) -> Problem:
-    """Nodes and edges of a program; ``state_pairs`` are (input position, output position): what goes out lies as what came in."""
-    builder = _ProblemBuilder(graph)
+def state_problem(
+    graph: Graph, state_pairs: tuple[tuple[int, int], ...], separate: frozenset[int] = frozenset()
+) -> Problem:
+    """Nodes and edges of a program; ``state_pairs`` are (input position, output position): what goes
+    out lies as what came in.
+
+    ``separate`` are values that share no node with another: something is demanded of them alone.
+    """
+    builder = _ProblemBuilder(graph, separate)
     builder.add_level(graph, trips=1)
     builder.add_outputs(graph, {output: source for source, output in state_pairs})
     return builder.finish()
@@ -190,7 +196,8 @@ def state_problem(graph: Graph, state_pairs: tuple[tuple[int, int], ...]) -> Pro
 class _ProblemBuilder:
     """Owns the growing lists; values are merged by union–find, so nodes are numbered at the end."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, separate: frozenset[int]) -> None:
+        self._separate = separate
         self._fusion = fuse(graph)
         self._gradients = gradient_values(graph)
         self._values = {value.id: value for value in graph.all_values()}
@@ -220,7 +227,7 @@ class _ProblemBuilder:
     def add_level(self, graph: Graph, *, trips: int, gathering: frozenset[int] = frozenset()) -> None:
         linear = linear_values(graph, gathering)
         self._partial |= linear
-        alone = {*graph.inputs, *graph.constants, *linear}
+        alone = {*graph.inputs, *graph.constants, *linear, *self._separate}
         self._constants.update(graph.constants)
         for operator in graph.operators:
             if operator.bodies:
@@ -243,7 +250,7 @@ class _ProblemBuilder:
         for operand in dict.fromkeys(operator.operands):
             if operand is None or not self._values[operand].shape:
                 continue
-            if operand in alone:
+            if operand in alone or first in self._separate:
                 self._needs[operand].append(_Need(operator.phase, trips, value=first))
             else:
                 self.union(first, operand)

@@ -23,6 +23,7 @@ Reach = Mapping[int, frozenset[int]]
 class Restriction:
     """``pinned``: value → its only layout.  ``reach``: axis → value → dimensions that this axis may cut; where it is
     given, every other value is whole along the axis.  ``pinned_copies``: value → the only layout of its copy.
+    ``limited``: value → the layouts left to it, whatever its reach.
     """
 
     pinned: Mapping[int, Layout] = field(default_factory=dict)
@@ -30,6 +31,7 @@ class Restriction:
     reach: Mapping[str, Reach] | None = None
     names: Mapping[int, str] = field(default_factory=dict)
     """Paths of values, for messages."""
+    limited: Mapping[int, frozenset[Layout]] = field(default_factory=dict)
 
     def of_nodes(self, problem: Problem, mesh: Mesh) -> dict[int, frozenset[Layout]]:
         """Node index → the layouts that are left to it (only nodes that are restricted).
@@ -48,7 +50,24 @@ class Restriction:
                 found[index] = self._agreed(pinned, node, mesh)
             elif self.reach is not None:
                 found[index] = frozenset(self._reachable(members, node, mesh))
+            limited = [value for value in members if value in self.limited] if index not in copies else []
+            if limited:
+                found[index] = self._common(limited, found[index] if pinned else None)
         return found
+
+    def _common(self, values: list[int], pinned: frozenset[Layout] | None) -> frozenset[Layout]:
+        sets = [self.limited[value] for value in values] + ([] if pinned is None else [pinned])
+        if common := frozenset.intersection(*sets):
+            return common
+        said = "; ".join(
+            f"{self.names.get(v, f'value {v}')} as {' or '.join(map(str, self.limited[v])) or 'nothing'}"
+            for v in values
+        )
+        other = "" if pinned is None else f", and as {next(iter(pinned))} by the method or by constraints="
+        raise PlanError(
+            f"shardings in the code collide with what else is demanded: {said}{other}; make them agree, or say "
+            'user_shardings="ignore"'
+        )
 
     def _agreed(self, pinned: dict[int, Layout], node: ValueNode, mesh: Mesh) -> frozenset[Layout]:
         layouts = set(pinned.values())

@@ -73,6 +73,8 @@ class Task:
     solver_seconds: float = 60.0
     names: Mapping[int, str] | None = None
     report_progress: Callable[[str], None] = lambda message: None
+    separate: frozenset[int] = frozenset()
+    """Values that lie for themselves (see :func:`autopar.intra_op.problem.state_problem`)."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def search(task: Task) -> Found:
     Raises :class:`~autopar.errors.PlanError` when none keeps it, naming the largest tenants of the leanest plan.
     """
     started = time.monotonic()
-    problem = state_problem(task.graph, task.state_pairs)
+    problem = state_problem(task.graph, task.state_pairs, task.separate)
     known: dict[frozenset[tuple[int, Hashable]], Quotient] = {}
     best = _Best(task)
     wide: list[_OnMesh] = []

@@ -72,7 +72,8 @@ class Executor:
             for aval, sharding in zip(avals, self.in_shardings, strict=True)
         ]
         started = time.monotonic()
-        self._compiled = jitted.lower(*shapes).compile()
+        with jax.set_mesh(mesh):  # shard_map refuses a mesh other than the one in scope, which may be the user's
+            self._compiled = jitted.lower(*shapes).compile()
         self.compile_seconds = time.monotonic() - started
         self._dtypes = [aval.dtype for aval in avals]
 

@@ -293,7 +293,7 @@ def _scatter(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.A
 _RUN: dict[str, Callable[[Any, Site, list[jax.Array]], list[jax.Array]]] = {
     **dict.fromkeys(SCATTERS, _scatter),
     **dict.fromkeys(("random_split", "rng_bit_generator", "rng_uniform"), _slice_whole),
-    **dict.fromkeys(("sharding_constraint", "device_put"), _keep),
+    **dict.fromkeys(("sharding_constraint", "reshard", "device_put"), _keep),
     "iota": _iota,
     "random_bits": _random_bits,
     "gather": _gather,
