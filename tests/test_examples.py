@@ -286,6 +286,15 @@ class _Runs:
         return losses, complete
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C interrupts, as in a terminal; a job in the background is born deaf to it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_an_interrupted_run_resumes_to_the_very_same_losses(tmp_path: Path, dataset: data.Dataset) -> None:
     settings = _settings(tmp_path)
     init_fn = partial(model.create_state, jax.random.key(0), settings.gpt_config(), settings.optimizer_config())
@@ -302,6 +311,7 @@ def test_an_interrupted_run_resumes_to_the_very_same_losses(tmp_path: Path, data
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_second_interrupt_is_an_ordinary_one() -> None:
     with train.Interruption(Console(file=io.StringIO())) as interruption:
         signal.raise_signal(signal.SIGINT)

@@ -31,6 +31,10 @@ LINEAR_IN_THE_OPERAND = frozenset(
 LINEAR_WITH_A_LITERAL = frozenset({"mul", "div"})
 
 
+BARRIER = "optimization_barrier"
+"""Result k of this primitive is operand k; the operands have nothing to do with each other."""
+
+
 class LoopKind(StrEnum):
     """The primitives whose bodies stay bodies, and how to read them from an equation."""
 

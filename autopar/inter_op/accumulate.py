@@ -24,11 +24,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar import _compat
-from autopar.graph.build import LoopKind
+from autopar.graph.build import BARRIER, LoopKind
 from autopar.graph.inline import inline
 from autopar.graph.ir import Operator
 from autopar.graph.tracing import TracedProgram
-from autopar.inter_op.examples import BARRIER, Examples, Level, cut_dim
+from autopar.inter_op.examples import Examples, Level, cut_dim
 from autopar.plan import Axes
 from autopar.schedule.local_ops import run_local
 

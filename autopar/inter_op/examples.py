@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from autopar import _compat
 from autopar.cluster import Mesh
 from autopar.errors import PlanError
-from autopar.graph.build import LoopKind
+from autopar.graph.build import BARRIER, LoopKind
 from autopar.graph.ir import FactorKind, Graph, Operator, Phase, Value
 from autopar.graph.zeros import is_zero_literal, zero_values
 from autopar.plan import Axes, Layout
@@ -33,8 +33,6 @@ from autopar.schedule.local_params import LocalError, site_of
 from autopar.schedule.reshard import replicated
 
 AXIS = "microbatch"
-
-BARRIER = "optimization_barrier"
 
 LEAVES_PIECES = frozenset((FactorKind.PARALLEL, FactorKind.SUM))
 

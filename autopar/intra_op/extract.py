@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from autopar.graph.ir import Graph
+from autopar.graph.build import BARRIER
+from autopar.graph.ir import Graph, Operator
 from autopar.intra_op.alike import Quotient
 from autopar.intra_op.choices import Choices
 from autopar.intra_op.problem import Problem
-from autopar.plan import Layout, Stage, Strategy
+from autopar.plan import Axes, Layout, Stage, Strategy
 
 
 def stage_of(graph: Graph, problem: Problem, quotient: Quotient, choices: Choices, options: tuple[int, ...]) -> Stage:
@@ -24,6 +25,8 @@ def stage_of(graph: Graph, problem: Problem, quotient: Quotient, choices: Choice
             strategy = chosen(problem.node_of_operator[operator.id])
             assert isinstance(strategy, Strategy)
             strategies[operator.id] = strategy
+        elif operator.primitive == BARRIER:
+            strategies[operator.id] = _guarding(operator, _layouts(homes))
         elif operator.id in problem.followers:
             layout = chosen(problem.followers[operator.id])
             assert isinstance(layout, Layout)
@@ -33,6 +36,17 @@ def stage_of(graph: Graph, problem: Problem, quotient: Quotient, choices: Choice
                     factors[carried[0]] = axes
             strategies[operator.id] = Strategy(tuple(factors))
     return Stage(choices.mesh, _layouts(homes), _layouts(copies), strategies)
+
+
+def _guarding(operator: Operator, homes: dict[int, Layout]) -> Strategy:
+    """Every result of a barrier in its own layout."""
+    factors: list[Axes] = [()] * len(operator.rule.factors)
+    for result, dims in zip(operator.results, operator.rule.results, strict=True):
+        if result in homes:
+            for axes, carried in zip(homes[result].dims, dims, strict=True):
+                if carried:
+                    factors[carried[0]] = axes
+    return Strategy(tuple(factors))
 
 
 def _layouts(found: dict[int, Layout | Strategy]) -> dict[int, Layout]:

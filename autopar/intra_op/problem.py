@@ -29,7 +29,7 @@ from enum import Enum
 
 from autopar import _compat
 from autopar.cost_model.kernels import Kernel
-from autopar.graph.build import LoopKind
+from autopar.graph.build import BARRIER, LoopKind
 from autopar.graph.fusion import Fusion, fuse
 from autopar.graph.gradients import gradient_values
 from autopar.graph.ir import FactorKind, Graph, Operator, Phase, Value
@@ -243,6 +243,8 @@ class _ProblemBuilder:
         for operator in graph.operators:
             if operator.bodies:
                 self._add_loop(operator, trips)
+            elif operator.primitive == BARRIER:
+                self._guard(operator, alone, trips)
             elif is_elementwise(operator, self._values) and not (operator.linear and operator.results[0] in linear):
                 self._follow(operator, alone, trips)
             else:
@@ -266,6 +268,16 @@ class _ProblemBuilder:
             else:
                 self.union(first, operand)
         self._followers.append((operator, trips))
+
+    def _guard(self, operator: Operator, alone: set[int], trips: int) -> None:
+        """A barrier: every result lies as its own operand, whatever the others do."""
+        for operand, result in zip(operator.operands, operator.results, strict=True):
+            if operand is None or not self._values[operand].shape:
+                continue
+            if operand in alone or result in self._separate:
+                self._needs[operand].append(_Need(operator.phase, trips, value=result))
+            else:
+                self.union(operand, result)
 
     def _add_loop(self, operator: Operator, trips: int) -> None:
         for body in operator.bodies:

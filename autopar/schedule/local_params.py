@@ -19,6 +19,7 @@ from jax import lax
 
 from autopar.cluster import Mesh
 from autopar.errors import PlanError
+from autopar.graph.build import BARRIER
 from autopar.graph.ir import FactorKind, Rule
 from autopar.plan import Axes, Layout
 
@@ -102,7 +103,7 @@ def site_of(equation: Any, rule: Rule, strategy: tuple[Axes, ...], mesh: Mesh) -
     """
     name = equation.primitive.name
     try:
-        _check_factors(rule, strategy, mesh)
+        _check_factors(rule, strategy, mesh, each_its_own=name == BARRIER)
         _check_reducers(equation, rule, strategy)
         axes_of = {kind: _axes_of_kind(rule, strategy, mesh, kind) for kind in FactorKind}
         partial = _in_mesh_order((axis for kind in FactorKind if kind.leaves_sum for axis in axes_of[kind]), mesh)
@@ -142,15 +143,15 @@ def _axes_of_kind(rule: Rule, strategy: tuple[Axes, ...], mesh: Mesh, kind: Fact
     return _in_mesh_order((axis for factor, axes in cuts if factor.kind is kind for axis in axes), mesh)
 
 
-def _check_factors(rule: Rule, strategy: tuple[Axes, ...], mesh: Mesh) -> None:
-    """Axes exist, stand in mesh order, serve one factor each and divide it."""
+def _check_factors(rule: Rule, strategy: tuple[Axes, ...], mesh: Mesh, *, each_its_own: bool) -> None:
+    """Axes exist, stand in mesh order, serve one factor each (unless factors never meet) and divide it."""
     if len(strategy) != len(rule.factors):
         raise LocalError(f"the strategy has {len(strategy)} entries for {len(rule.factors)} factors")
     used: set[str] = set()
     for index, (factor, axes) in enumerate(zip(rule.factors, strategy, strict=True)):
         if not axes:
             continue
-        if _in_mesh_order(axes, mesh) != axes or used & set(axes):
+        if _in_mesh_order(axes, mesh) != axes or (used & set(axes) and not each_its_own):
             raise LocalError(f"factor {index} has axes {axes}, but each axis of {mesh} may be used once, in mesh order")
         used |= set(axes)
         if factor.kind is FactorKind.BLOCKED:

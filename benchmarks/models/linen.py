@@ -42,11 +42,12 @@ def supervised(name: str, task: Task, make_batch: Callable[[int], Batch], batch_
         params_key, dropout_key = jax.random.split(jax.random.key(0))
         batch = make_batch(1)
         variables = task.module.init(params_key, *(jnp.asarray(batch[field]) for field in task.inputs), train=False)
+        dtype = jax.tree.leaves(variables["params"])[0].dtype  # BatchNorm begins its statistics in float32 always
         return TrainState.create(
             apply_fn=task.module.apply,
             params=variables["params"],
             tx=task.optimizer,
-            batch_stats=variables.get("batch_stats", {}),
+            batch_stats=jax.tree.map(lambda leaf: leaf.astype(dtype), variables.get("batch_stats", {})),
             dropout_key=dropout_key if task.uses_dropout else None,
         )
 

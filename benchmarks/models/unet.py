@@ -39,7 +39,7 @@ class UNetConfig:
 
 CONFIGS: Mapping[str, UNetConfig] = MappingProxyType(
     {
-        Size.TOY: UNetConfig(channels=16, depth=1, image=8, batch_size=8, convolutions=1),
+        Size.TOY: UNetConfig(channels=16, depth=1, image=8, batch_size=8, convolutions=1, learning_rate=3e-2),
         Size.BENCH: UNetConfig(channels=16, depth=2, image=32, batch_size=16),
         "31M": UNetConfig(channels=64, depth=4, image=512, batch_size=64),
     }
