@@ -165,9 +165,10 @@ def make_plan(
     counts = _counts(subject.roles.batch_size)
     if search.best is None and len(counts) > 1:
         search.try_count(counts[-1])  # if the smallest microbatches do not fit, nothing does
-    for count in counts[1:] if search.best is not None and search.best[2].is_squeezed else ():
-        if search.is_coupled or not search.try_count(count):
-            break
+    if search.best is not None and search.needs_more:
+        for count in counts[1:]:
+            if search.is_coupled or not search.try_count(count):
+                break
     return search.result()
 
 
@@ -187,6 +188,11 @@ class _MicrobatchSearch:
     def is_coupled(self) -> bool:
         """Whether the batch turned out not to be cuttable."""
         return bool(self._coupling)
+
+    @property
+    def needs_more(self) -> bool:
+        """Whether memory kept the planner from the fastest plan of the whole batch."""
+        return self._refusal is not None or (self.best is not None and self.best[2].is_squeezed)
 
     def try_count(self, count: int) -> bool:
         """Plan for this many microbatches; whether more of them might still be faster."""

@@ -7,7 +7,7 @@ import io
 import math
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any

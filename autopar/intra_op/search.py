@@ -32,6 +32,7 @@ from autopar.intra_op.ilp import solve
 from autopar.intra_op.model import MemoryRow, Model, Solution
 from autopar.intra_op.problem import Problem, ValueNode, state_problem
 from autopar.intra_op.restrict import Restriction, demand_keys
+from autopar.intra_op.squeeze import solve_squeezed
 from autopar.plan import Layout, Memory, Prediction, SolverReport, Stage
 from autopar.schedule.reshard import shares
 from autopar.schedule.spmd import SpmdProgram, lower, output_layouts
@@ -42,6 +43,9 @@ TIGHTENINGS = 6
 
 EXACT_VARIABLES = 500_000
 """A program of at most so many variables is solved as it is."""
+
+EXACT_SQUEEZED_VARIABLES = 20_000
+"""The same with memory rows, which leave nothing to reduce and much to branch on."""
 
 KEPT_OPTIONS = 16
 """Options of least regret that a class of a wide program keeps."""
@@ -276,29 +280,56 @@ def _within_budget(on_mesh: _OnMesh, optimum: Solution) -> tuple[Found, float]:
     if first.prediction.memory.total_bytes <= task.budget_bytes:
         return first, optimum.cost
     rows = _memory_rows(task, on_mesh.problem, on_mesh.quotient, on_mesh.choices)
+    tried = [first]
+    squeeze = _priced if on_mesh.model.num_variables > EXACT_SQUEEZED_VARIABLES else _tightened
+    if (squeezed := squeeze(on_mesh, optimum, rows, tried)) is not None:
+        return squeezed
+    if (leanest := _leanest(on_mesh, rows)) is not None:
+        if leanest.prediction.memory.total_bytes <= task.budget_bytes:
+            return leanest, on_mesh.model.cost(leanest.options)
+        tried.append(leanest)
+    raise _OverBudgetError(min((one.prediction.memory for one in tried), key=lambda memory: memory.total_bytes))
+
+
+def _leanest(on_mesh: _OnMesh, rows: Sequence[MemoryRow]) -> Found | None:
+    """The plan of the fewest bytes, whatever it costs."""
+    lean = solve(_byte_model(on_mesh.model, rows), time_limit_seconds=on_mesh.task.solver_seconds)
+    return None if lean is None else replace(on_mesh.complete(lean), model=None)
+
+
+def _tightened(
+    on_mesh: _OnMesh, optimum: Solution, rows: Sequence[MemoryRow], tried: list[Found]
+) -> tuple[Found, float] | None:
+    """Solve with the rows, and tighten them until the prediction keeps the budget; ``tried`` gathers what does not."""
+    task = on_mesh.task
     limit = task.budget_bytes
-    leanest = first.prediction.memory
     for _ in range(TIGHTENINGS):
-        scaled = [replace(row, budget=limit) for row in rows]
-        demand = replace(on_mesh.model, memory=scaled)
+        demand = replace(on_mesh.model, memory=[replace(row, budget=limit) for row in rows])
         solution = solve(demand, time_limit_seconds=task.solver_seconds) if limit > 0 else None
         if solution is None:
-            break
+            return None
         found = replace(on_mesh.complete(solution), model=demand)
-        memory = found.prediction.memory
-        if memory.total_bytes <= task.budget_bytes:
+        total_bytes = found.prediction.memory.total_bytes
+        if total_bytes <= task.budget_bytes:
             return found, solution.cost
-        if memory.total_bytes < leanest.total_bytes:
-            leanest = memory
-        limit -= max(memory.total_bytes - task.budget_bytes, 0.01 * task.budget_bytes)
-    lean = solve(_byte_model(on_mesh.model, rows), time_limit_seconds=task.solver_seconds)
-    if lean is not None:
-        found = on_mesh.complete(lean)
-        if found.prediction.memory.total_bytes <= task.budget_bytes:
-            return replace(found, model=None), on_mesh.model.cost(lean.options)
-        if found.prediction.memory.total_bytes < leanest.total_bytes:
-            leanest = found.prediction.memory
-    raise _OverBudgetError(leanest)
+        tried.append(found)
+        limit -= max(total_bytes - task.budget_bytes, 0.01 * task.budget_bytes)
+    return None
+
+
+def _priced(
+    on_mesh: _OnMesh, optimum: Solution, rows: Sequence[MemoryRow], tried: list[Found]
+) -> tuple[Found, float] | None:
+    """Pay for memory until the prediction keeps the budget; ``tried`` gathers what does not."""
+    task = on_mesh.task
+    demand = replace(on_mesh.model, memory=list(rows))
+
+    def keeps_budget(solution: Solution) -> bool:
+        tried.append(on_mesh.complete(solution))
+        return tried[-1].prediction.memory.total_bytes <= task.budget_bytes
+
+    solution = solve_squeezed(demand, optimum, keeps_budget, time_limit_seconds=task.solver_seconds)
+    return None if solution is None else (replace(on_mesh.complete(solution), model=demand), solution.cost)
 
 
 def _called_after_batch(on_mesh: _OnMesh, found: Found) -> Found:
