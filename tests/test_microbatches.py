@@ -322,13 +322,16 @@ def test_gradients_are_reduced_once_per_step() -> None:
 def test_memory_asks_for_microbatches() -> None:
     model = build("gpt", "bench")
     arguments = model.abstract_state(), model.abstract_batch()
-    cluster = eight_slow_devices()
-    whole = autopar.parallelize(model.train_step, cluster=cluster, num_microbatches=1)
-    fastest = whole.plan(*arguments)
-    assert autopar.parallelize(model.train_step, cluster=cluster).plan(*arguments).num_microbatches == 1
-    leanest = least_budget(whole, arguments, fastest.peak_bytes)
-    budget = int(0.9 * leanest)
-    step = autopar.parallelize(model.train_step, cluster=cluster, memory_per_device=budget)
+    cluster, mesh_shape = eight_slow_devices(), (4, 2)
+    fastest = autopar.parallelize(model.train_step, cluster=cluster, mesh_shape=mesh_shape).plan(*arguments)
+    assert fastest.num_microbatches == 1
+    budget = int(0.8 * fastest.peak_bytes)
+    whole = autopar.parallelize(
+        model.train_step, cluster=cluster, mesh_shape=mesh_shape, num_microbatches=1, memory_per_device=budget
+    )
+    with pytest.raises(BudgetError):
+        whole.plan(*arguments)
+    step = autopar.parallelize(model.train_step, cluster=cluster, mesh_shape=mesh_shape, memory_per_device=budget)
     compiled = step.compile(*arguments)
     assert compiled.plan.num_microbatches > 1
     analysis = compiled.memory_analysis()
@@ -340,21 +343,6 @@ def test_memory_asks_for_microbatches() -> None:
     )
     assert needed <= budget
     assert "microbatches" in str(autopar.explain(step, *arguments))
-
-
-def least_budget(step: Any, arguments: Any, most: int) -> int:
-    """About the least memory that a plan of the whole batch keeps."""
-    kept, refused = most, 0
-    for _ in range(4):
-        budget = (kept + refused) // 2
-        try:
-            autopar.parallelize(
-                step.__wrapped__, cluster=step.cluster, num_microbatches=1, memory_per_device=budget
-            ).plan(*arguments)
-            kept = budget
-        except BudgetError:
-            refused = budget
-    return refused
 
 
 @pytest.mark.parametrize(("count", "message"), [(3, "does not divide"), (0, "integer of 1"), (True, "integer of 1")])
