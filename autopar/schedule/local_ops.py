@@ -282,6 +282,13 @@ def _gather(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.Ar
     return [jnp.where(over_rows(held), rows, absent)]
 
 
+def _dynamic_slice(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.Array]:
+    """Starts are clamped here: XLA:CPU of jaxlib 0.10.2 makes one slice of a slice of a slice and clamps their sum."""
+    operand, *starts = operands
+    spans = zip(starts, site.operands[0].shape, site.params["slice_sizes"], strict=True)
+    return _bind(equation, site, [operand, *(_clamp_index(start, extent - size) for start, extent, size in spans)])
+
+
 def _scatter(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.Array]:
     """Updates that fall into this piece; where updates are shared out (SUM), the first device alone has the operand."""
     operand, indices, updates = operands
@@ -312,4 +319,5 @@ _RUN: dict[str, Callable[[Any, Site, list[jax.Array]], list[jax.Array]]] = {
     "iota": _iota,
     "random_bits": _random_bits,
     "gather": _gather,
+    "dynamic_slice": _dynamic_slice,
 }
