@@ -68,6 +68,7 @@ class Compiled:
     def run(self, leaves: list[Any]) -> Any:
         """Run on flat leaves; returns the function's result."""
         started = time.perf_counter()
+        self._refuse_deleted(leaves)
         for position in self._folded:
             shape = self.subject.program.in_avals[position].shape
             leaf = leaves[position]
@@ -78,6 +79,15 @@ class Compiled:
             jax.block_until_ready(out)
             self.step_seconds.append(time.perf_counter() - started)
         return tree_util.tree_unflatten(self.subject.program.out_tree, out)
+
+    def _refuse_deleted(self, leaves: list[Any]) -> None:
+        """Arrays whose buffers an earlier step took over; handed to XLA:CPU, they would end the process."""
+        for path, leaf in zip(self.subject.program.in_paths, leaves, strict=False):  # hidden inputs stand behind
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise TraceError(
+                    f"{path} was deleted: an earlier call took its memory over for the result (donation). Pass on the "
+                    "state that the step returns, or keep the old one with parallelize(..., donate_argnums=())."
+                )
 
 
 MEASURED_STEPS = 8
