@@ -8,7 +8,6 @@ with ``jax.jit`` to 1e-9 of the leaf's largest magnitude (of 1, if that is less)
 from __future__ import annotations
 
 import dataclasses
-import traceback
 from typing import Any
 
 import jax
@@ -64,23 +63,19 @@ def differences(ours: Any, theirs: Any) -> list[str]:
 
 
 def check(example: Example, mesh: tuple[int, ...], speed: float) -> None:
-    """Two steps by a plan, and two under ``jax.jit``."""
+    """A step by a plan, and one under ``jax.jit``; another by the plan must take what the first returned.
+
+    Its numbers prove nothing: what the first returned is not exact (see :mod:`tests.fuzz_programs`).
+    """
     note(f"mesh_shape={mesh}, {speed:.0e} operations per second\n{example.source}")
     note(f"state {jax.tree.map(np.shape, example.state)}, batch {jax.tree.map(np.shape, example.batch)}")
     step = example.step()
     with jax.enable_x64(True):
         planned = autopar.parallelize(cluster=machine(speed), mesh_shape=mesh, solver_seconds=10.0)(step)
-        reference = jax.jit(step)
-        ours, theirs = example.state, example.state
-        for _ in range(2):
-            theirs, expected = reference(theirs, example.batch)
-            try:
-                ours, got = planned(ours, example.batch)
-            except Exception:
-                note(traceback.format_exc())
-                raise
-            wrong = differences((ours, got), (theirs, expected))
-            assert not wrong, wrong
+        got = planned(example.state, example.batch)
+        wrong = differences(got, jax.jit(step)(example.state, example.batch))
+        assert not wrong, wrong
+        jax.block_until_ready(planned(got[0], example.batch))
 
 
 @settings(max_examples=SAMPLE, phases=(Phase.generate,), database=None)

@@ -73,7 +73,7 @@ class Executor:
             for aval, sharding in zip(avals, self.in_shardings, strict=True)
         ]
         started = time.monotonic()
-        with jax.set_mesh(mesh):  # shard_map refuses a mesh other than the one in scope, which may be the user's
+        with jax.disable_jit(False), jax.set_mesh(mesh):  # shard_map refuses a mesh other than the one in scope, which may be the user's
             self._compiled = jitted.lower(*shapes).compile()
         self.compile_seconds = time.monotonic() - started
         self._donated = donated
@@ -102,7 +102,8 @@ class Executor:
 
     def __call__(self, leaves: Sequence[Any]) -> list[jax.Array]:
         """Run one step; asynchronous, as every JAX call."""
-        return list(self._compiled(*self.place(leaves)))
+        with jax.disable_jit(False):  # which would ask for the function, to run it in Python
+            return list(self._compiled(*self.place(leaves)))
 
     def as_text(self) -> str:
         """The optimized HLO."""
