@@ -23,11 +23,10 @@ from jax import lax
 from jax import numpy as jnp
 from jax.extend.random import threefry2x32_p
 
-from autopar import _compat
 from autopar.cluster import Mesh
-from autopar.errors import TraceError
 from autopar.graph.ir import FactorKind, Operator
 from autopar.plan import Axes
+from autopar.schedule.host_calls import HOST_CALLS, call_once
 from autopar.schedule.local_params import (
     SCATTERS,
     Index,
@@ -317,38 +316,10 @@ def _scatter(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.A
 # --- what calls the host --------------------------------------------------------------------------------------------
 
 
-def _once(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.Array]:
-    """Called by the first device alone, as by a program on one device; the others learn the results by a sum of bits.
-
-    That sum stands in no plan; it takes little time beside the call to the host.
-    """
+def _host_call(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.Array]:
     if site.mesh.size == 1 or site.index is not lax.axis_index:
         return _bind(equation, site, operands)
-    if _compat.is_ordered_debugging(equation):
-        file, line = _compat.user_source(equation)
-        raise TraceError(
-            f"{site.primitive} with ordered=True at {file}:{line}: JAX keeps this order on one device only; leave "
-            "ordered=True out, or use jax.experimental.io_callback(..., ordered=True)"
-        )
-    shapes = [(variable.aval.shape, variable.aval.dtype) for variable in equation.outvars]
-    results = lax.cond(
-        site.is_first(site.mesh.axis_names),
-        lambda *arrays: tuple(_bind(equation, site, list(arrays))),
-        lambda *_: tuple(jnp.zeros(shape, dtype) for shape, dtype in shapes),
-        *operands,
-    )
-    return [_of_first(result, site.mesh.axis_names) for result in results]
-
-
-def _of_first(result: jax.Array, axes: Axes) -> jax.Array:
-    """The value of the one device whose value is not all zeros."""
-    dtype = result.dtype
-    if dtype == jnp.bool_:
-        return lax.psum(result.astype(jnp.int32), axes).astype(dtype)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return lax.psum(result, axes)
-    bits = lax.bitcast_convert_type(result, f"uint{8 * dtype.itemsize}")
-    return lax.bitcast_convert_type(lax.psum(bits, axes), dtype)
+    return call_once(equation, lambda *arrays: _bind(equation, site, list(arrays)), operands, site.mesh.axis_names)
 
 
 _RUN: dict[str, Callable[[Any, Site, list[jax.Array]], list[jax.Array]]] = {
@@ -357,7 +328,7 @@ _RUN: dict[str, Callable[[Any, Site, list[jax.Array]], list[jax.Array]]] = {
     **dict.fromkeys(("sharding_constraint", "reshard", "device_put"), _keep),
     "iota": _iota,
     "random_bits": _random_bits,
-    **dict.fromkeys(("debug_callback", "debug_print", "io_callback", "pure_callback"), _once),
+    **dict.fromkeys(HOST_CALLS, _host_call),
     "gather": _gather,
     "dynamic_slice": _dynamic_slice,
 }
