@@ -496,5 +496,7 @@ def parallelize(function: Callable[..., Any] | None = None, /, **options: Any) -
     if isinstance(function, Parallelized):
         return function
     if not callable(function):
-        raise TraceError(f"parallelize() takes a function, not {function!r}; options go by name: parallelize(method=...)")
+        raise TraceError(
+            f"parallelize() takes a function, not {function!r}; options go by name: parallelize(method=...)"
+        )
     return Parallelized(function, read_options(options, Options()))

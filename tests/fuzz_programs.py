@@ -154,7 +154,9 @@ def unary_kinked(p: Program) -> bool:
     x = p.pick(lambda known: known.dtype != "bool" and _smooth_or_exact(p)(known))
     if x is None:
         return False
-    form = p.choose(("jnp.abs({0})", "jnp.maximum({0}, 0)", "-{0}", "jnp.clip({0}, -1, 2)", "lax.optimization_barrier({0})"))
+    form = p.choose(
+        ("jnp.abs({0})", "jnp.maximum({0}, 0)", "-{0}", "jnp.clip({0}, -1, 2)", "lax.optimization_barrier({0})")
+    )
     return p.add(form.format(x.name), max(x.whole, 1), x.fraction, [x])
 
 
@@ -204,7 +206,9 @@ def integers(p: Program) -> bool:
     x = p.pick(lambda known: known.dtype.startswith("int") and known.dtype != "int8")
     if x is None:
         return False
-    form = p.choose(("{0} % 5", "{0} // 3", "{0} & 6", "{0} | 1", "{0} ^ 3", "{0} << 1", "{0} >> 1", "lax.population_count({0})"))
+    form = p.choose(
+        ("{0} % 5", "{0} // 3", "{0} & 6", "{0} | 1", "{0} ^ 3", "{0} << 1", "{0} >> 1", "lax.population_count({0})")
+    )
     return p.add(form.format(x.name), max(x.whole + 1, 7), 0, [x])
 
 
@@ -214,7 +218,11 @@ def booleans(p: Program) -> bool:
         return False
     y = p.pick(lambda known: known.dtype == x.dtype and known.is_exact and known.shape == x.shape)
     assert y is not None
-    forms = ("{0} & {1}", "{0} | {1}", "{0} ^ {1}", "~{0}") if x.dtype == "bool" else ("{0} > {1}", "{0} <= {1}", "{0} == {1}", "{0} > 0")
+    forms = (
+        ("{0} & {1}", "{0} | {1}", "{0} ^ {1}", "~{0}")
+        if x.dtype == "bool"
+        else ("{0} > {1}", "{0} <= {1}", "{0} == {1}", "{0} > 0")
+    )
     return p.add(p.choose(forms).format(x.name, y.name), 1, 0, [x, y])
 
 
@@ -287,9 +295,9 @@ def concatenation(p: Program) -> bool:
     axis = _axis(p, x)
     rest = x.shape[:axis] + x.shape[axis + 1 :]
     y = p.pick(
-        lambda known: known.rank == x.rank
-        and known.dtype == x.dtype
-        and known.shape[:axis] + known.shape[axis + 1 :] == rest
+        lambda known: (
+            known.rank == x.rank and known.dtype == x.dtype and known.shape[:axis] + known.shape[axis + 1 :] == rest
+        )
     )
     assert y is not None
     function = p.choose(("concatenate", "stack")) if x.shape == y.shape else "concatenate"
@@ -310,7 +318,9 @@ def dynamic(p: Program) -> bool:
     size = p.choose(range(1, x.shape[axis] + 1))
     start = f"jnp.sum({i.name})" if i.rank else i.name
     forms = [f"lax.dynamic_slice_in_dim({x.name}, {start}, {size}, {axis})"]
-    y = p.pick(lambda k: k.dtype == x.dtype and k.rank == x.rank and all(a <= b for a, b in zip(k.shape, x.shape, strict=True)))
+    y = p.pick(
+        lambda k: k.dtype == x.dtype and k.rank == x.rank and all(a <= b for a, b in zip(k.shape, x.shape, strict=True))
+    )
     assert y is not None
     starts = ", ".join(f"({start}).astype(jnp.int32)" if dim == axis else "jnp.int32(0)" for dim in range(x.rank))
     forms.append(f"lax.dynamic_update_slice({x.name}, {y.name}, ({starts},))")
@@ -346,7 +356,11 @@ def scattering(p: Program) -> bool:
         return False
     update = y.name if y is not None else "1"
     whole = max(x.whole, y.whole if y is not None else 1) + (math.log2(i.shape[0]) + 1 if how == "add" else 0)
-    fraction = None if x.fraction is None or (y is not None and y.fraction is None) else max(x.fraction, y.fraction or 0 if y is not None else 0)
+    fraction = (
+        None
+        if x.fraction is None or (y is not None and y.fraction is None)
+        else max(x.fraction, y.fraction or 0 if y is not None else 0)
+    )
     mode = p.choose(("drop", "clip"))
     return p.add(f"{x.name}.at[{i.name}].{how}({update}, mode={mode!r})", whole, fraction, [x, i, *([y] if y else [])])
 
@@ -406,7 +420,9 @@ def sorting(p: Program) -> bool:
         return False
     axis = _axis(p, x)
     count = p.choose(range(1, x.shape[-1] + 1))
-    return p.add(p.choose((f"jnp.sort({x.name}, axis={axis})", f"lax.top_k({x.name}, {count})[0]")), x.whole, x.fraction, [x])
+    return p.add(
+        p.choose((f"jnp.sort({x.name}, axis={axis})", f"lax.top_k({x.name}, {count})[0]")), x.whole, x.fraction, [x]
+    )
 
 
 def cumulative(p: Program) -> bool:
@@ -432,10 +448,14 @@ def window(p: Program) -> bool:
         return False
     strides = tuple(stride if dim == axis else 1 for dim in range(x.rank))
     if p.choose((True, False)):
-        return p.add(f"lax.reduce_window({x.name}, 0.0, lax.add, {sizes}, {strides}, {padding!r})", x.whole + 1, x.fraction, [x])
+        return p.add(
+            f"lax.reduce_window({x.name}, 0.0, lax.add, {sizes}, {strides}, {padding!r})", x.whole + 1, x.fraction, [x]
+        )
     if padding == "SAME":
         return False  # what is padded is -inf where a window sees nothing else
-    return p.add(f"lax.reduce_window({x.name}, -jnp.inf, lax.max, {sizes}, {strides}, 'VALID')", x.whole, x.fraction, [x])
+    return p.add(
+        f"lax.reduce_window({x.name}, -jnp.inf, lax.max, {sizes}, {strides}, 'VALID')", x.whole, x.fraction, [x]
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- contractions
@@ -516,7 +536,8 @@ def branch(p: Program) -> bool:
         return False
     pair = f"{x.name}, {y.name}"
     if which.dtype in ("int32", "int64"):
-        text = f"lax.switch(jnp.max({which.name}) % 3, [lambda a, b: a + b, lambda a, b: jnp.sin(a), lambda a, b: b - jnp.mean(a)], {pair})"
+        branches = "[lambda a, b: a + b, lambda a, b: jnp.sin(a), lambda a, b: b - jnp.mean(a)]"
+        text = f"lax.switch(jnp.max({which.name}) % 3, {branches}, {pair})"
     else:
         text = f"lax.cond(jnp.any({which.name} > 1), lambda a, b: a - b, lambda a, b: jnp.sum(a) * 0.01 + b, {pair})"
     return p.add(text, max(x.whole, y.whole) + 6, None, [x, y, which])

@@ -120,7 +120,8 @@ INSIDE: dict[str, Extra] = {
     "checkpoint": lambda s, b: jax.grad(jax.checkpoint(lambda w: jnp.sin(jnp.sin(b["x"] @ w)).sum()))(s["w"]),
     "checkpoint policy": lambda s, b: jax.grad(
         jax.checkpoint(
-            lambda w: jnp.sin(jnp.sin(b["x"] @ w)).sum(), policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+            lambda w: jnp.sin(jnp.sin(b["x"] @ w)).sum(),
+            policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         )
     )(s["w"]),
     "vmap of grad": lambda s, b: jax.vmap(lambda x: jax.grad(lambda w: jnp.sin(x @ w).sum())(s["w"]))(b["x"]),
@@ -265,7 +266,9 @@ def test_printing_says_it_once(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_printing_in_order_is_refused_and_says_where() -> None:
     run = parallel(with_extra(lambda s, b: jax.debug.print("{}", b["x"][0, 0], ordered=True)))
-    with pytest.raises(TraceError, match=r"debug_print with ordered=True at .*test_transformations\.py:\d+: .*io_callback"):
+    with pytest.raises(
+        TraceError, match=r"debug_print with ordered=True at .*test_transformations\.py:\d+: .*io_callback"
+    ):
         run(make_state(), make_batch())
 
 
@@ -330,7 +333,9 @@ def test_around_a_step_is_refused(name: str, called_before: bool) -> None:
     run = parallel(plain, method="data_parallel")
     if called_before:
         run(make_state(), make_batch())
-    said = r"plain is a whole program over a cluster and cannot run inside jit, grad or vmap \(.* is a tracer\)\. Apply "
+    said = (
+        r"plain is a whole program over a cluster and cannot run inside jit, grad or vmap \(.* is a tracer\)\. Apply "
+    )
     with pytest.raises(TraceError, match=re.compile(said)):
         AROUND[name](run)
     same(run(make_state(), make_batch()), jax.jit(plain)(make_state(), make_batch()))

@@ -205,7 +205,9 @@ def _check_static(function: Callable[..., Any], names: set[str], numbers: tuple[
         count = _count_of_positional(function, 0)
         unknown += [f"static_argnums={number}" for number in numbers if not -count <= number < count]
     if unknown:
-        raise TraceError(f"{unknown[0]} names no argument of {_name_of(function)}, which has {', '.join(named) or 'none'}.")
+        raise TraceError(
+            f"{unknown[0]} names no argument of {_name_of(function)}, which has {', '.join(named) or 'none'}."
+        )
 
 
 def _check_hashable(name: str, value: Any) -> None:

@@ -73,7 +73,10 @@ class Executor:
             for aval, sharding in zip(avals, self.in_shardings, strict=True)
         ]
         started = time.monotonic()
-        with jax.disable_jit(False), jax.set_mesh(mesh):  # shard_map refuses a mesh other than the one in scope, which may be the user's
+        with (
+            jax.disable_jit(False),
+            jax.set_mesh(mesh),
+        ):  # shard_map refuses a mesh other than the one in scope, which may be the user's
             self._compiled = jitted.lower(*shapes).compile()
         self.compile_seconds = time.monotonic() - started
         self._donated = donated
@@ -87,9 +90,7 @@ class Executor:
         """
         placed = []
         times = Counter(map(id, leaves)) if self._donated else {}
-        for position, (leaf, sharding, dtype) in enumerate(
-            zip(leaves, self.in_shardings, self._dtypes, strict=True)
-        ):
+        for position, (leaf, sharding, dtype) in enumerate(zip(leaves, self.in_shardings, self._dtypes, strict=True)):
             is_donated, is_array = position in self._donated, isinstance(leaf, jax.Array)
             is_placed = is_array and leaf.sharding == sharding
             if is_array and is_donated and (not is_placed or times[id(leaf)] > 1):
