@@ -18,8 +18,8 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+from jax._src import debugging, source_info_util
 from jax._src import mesh as jax_mesh
-from jax._src import source_info_util
 from jax.interpreters import partial_eval
 
 Var = jex.Var
@@ -173,6 +173,11 @@ def with_scan_body(params: dict[str, Any], body: Any, num_consts: int) -> dict[s
     _, carry, sequences = params["ft_in"].unpack()
     operands = flattree.pack((flattree.nones(num_consts), carry, sequences))
     return dict(params, jaxpr=body, ft_in=operands)
+
+
+def is_ordered_debugging(equation: Any) -> bool:
+    """Whether an equation is a ``jax.debug`` call with ``ordered=True``."""
+    return any(isinstance(effect, debugging.OrderedDebugEffect) for effect in equation.effects)
 
 
 # ------------------------------------------------------------------------------------------------ source lines

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
-import operator
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, overload
 
 import jax
@@ -18,11 +18,12 @@ from jax.sharding import PartitionSpec
 from autopar.cluster import Cluster
 from autopar.errors import PlanError, TraceError
 from autopar.graph.roles import Role, infer_roles
-from autopar.graph.tracing import Call, TracedProgram, flatten_call, trace
+from autopar.graph.tracing import Call, TracedProgram, aval_of_leaf, flatten_call, trace
 from autopar.graph.wishes import LeafWish, LeafWishes, leaf_wishes, names_on
 from autopar.intra_op.search import Found
 from autopar.intra_op.why import Question, Why, why
-from autopar.methods import HAND_MADE, Method
+from autopar.methods import HAND_MADE, Method, method_of
+from autopar.options import ArgumentNames, Options, checked_cluster, read_options
 from autopar.plan import Plan
 from autopar.planning import Demands, Subjected, demands_of_user, make_plan, microbatched, said_of_inputs, subject_of
 from autopar.progress import Progress
@@ -31,23 +32,9 @@ from autopar.schedule.spmd import SpmdProgram, lower
 from autopar.transfer import adapt_stage
 from autopar.user_shardings import UserShardings
 
-ArgumentNames = int | str | Iterable[int | str] | None
-
-
-@dataclass(frozen=True)
-class Options:
-    """What :func:`parallelize` was told."""
-
-    demands: Demands = field(default_factory=Demands)
-    cluster: Cluster | None = None
-    static_argnums: int | Iterable[int] = ()
-    static_argnames: str | Iterable[str] = ()
-    batch_argnums: ArgumentNames = None
-    state_argnums: ArgumentNames = None
-
 
 class Compiled:
-    """One step compiled for one plan (what ``train_step.compile(...)`` returns); call it like the function itself."""
+    """One step compiled for one plan (what ``train_step.compile(...)`` returns); :meth:`run` takes its leaves."""
 
     def __init__(self, subject: Subjected, plan: Plan, program: SpmdProgram, executor: Executor) -> None:
         self.plan = plan
@@ -68,6 +55,7 @@ class Compiled:
     def run(self, leaves: list[Any]) -> Any:
         """Run on flat leaves; returns the function's result."""
         started = time.perf_counter()
+        self._refuse_without_value(leaves)
         for position in self._folded:
             shape = self.subject.program.in_avals[position].shape
             leaf = leaves[position]
@@ -78,6 +66,20 @@ class Compiled:
             jax.block_until_ready(out)
             self.step_seconds.append(time.perf_counter() - started)
         return tree_util.tree_unflatten(self.subject.program.out_tree, out)
+
+    def _refuse_without_value(self, leaves: list[Any]) -> None:
+        """Shapes, and arrays whose buffers an earlier step took over; those handed to XLA:CPU would end the process."""
+        for path, leaf in zip(self.subject.program.in_paths, leaves, strict=False):  # hidden inputs stand behind
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise TraceError(
+                    f"{path} was deleted: an earlier call took its memory over for the result (donation). Pass on the "
+                    "state that the step returns, or keep the old one with parallelize(..., donate_argnums=())."
+                )
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                raise TraceError(
+                    f"{path} is a shape without values; a call wants arrays. The methods plan and compile of the step "
+                    "take shapes, and so does autopar.explain."
+                )
 
 
 MEASURED_STEPS = 8
@@ -106,7 +108,12 @@ class Parallelized:
     # ------------------------------------------------------------------------------------------------------- calling
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a step; the first call with new shapes traces, plans and compiles."""
+        """Run a step; the first call with new shapes traces, plans and compiles.
+
+        Under ``jax.disable_jit()`` the function itself runs, in Python, as that of ``jax.jit`` does.
+        """
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return self._function(*args, **kwargs)
         leaves, quick_key = self._quickly(args, kwargs)
         if (compiled := self._quick.get(quick_key)) is None:
             call = self._flatten(args, kwargs)
@@ -141,16 +148,18 @@ class Parallelized:
         self, *args: Any, cluster: Cluster | None = None, method: str | Method | None = None, **kwargs: Any
     ) -> Plan:
         """The plan for these arguments (``jax.ShapeDtypeStruct`` leaves suffice); nothing is compiled."""
-        return self._plan(args, kwargs, cluster or self.cluster, self._demands(method))[1]
+        return self._plan(args, kwargs, checked_cluster(cluster) or self.cluster, self._demands(method))[1]
 
     def compile(
         self, *args: Any, cluster: Cluster | None = None, method: str | Method | None = None, **kwargs: Any
     ) -> Compiled:
         """The compiled step for these arguments (shapes suffice) on the devices of this process."""
-        return self._compile(args, kwargs, cluster or self.cluster, method)
+        return self._compile(args, kwargs, checked_cluster(cluster) or self.cluster, method)
 
     def use(self, plan: Plan) -> None:
         """Run by this plan from now on; it is held against the function at the next call."""
+        if not isinstance(plan, Plan):
+            raise PlanError(f"use() takes a Plan, not {plan!r}; read a file with autopar.Plan.load(path)")
         if plan.jax_version != jax.__version__:
             raise PlanError(
                 f"the plan was made with jax {plan.jax_version} and this is jax {jax.__version__}, whose "
@@ -165,6 +174,7 @@ class Parallelized:
 
         ``init_fn`` takes no arguments and is traced once; ``rest`` are the step's other arguments (shapes suffice).
         """
+        _check_initialiser(init_fn)
         traced = trace(init_fn, (), {})
         leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.out_avals]
         shapes = tree_util.tree_unflatten(traced.out_tree, leaves)
@@ -181,7 +191,7 @@ class Parallelized:
 
     def with_options(self, **options: Any) -> Parallelized:
         """The same function with some options of :func:`parallelize` changed; it plans and compiles for itself."""
-        return Parallelized(self._function, _read_options(options, self._options))
+        return Parallelized(self._function, read_options(options, self._options))
 
     # ----------------------------------------------------------------------------------------------------- inspecting
 
@@ -199,7 +209,7 @@ class Parallelized:
         self, *args: Any, cluster: Cluster | None = None, method: str | Method | None = None, **kwargs: Any
     ) -> tuple[Subjected, Plan, Found | None]:
         """Subject, plan and the planner's own records, for the explanation."""
-        return self._plan(args, kwargs, cluster or self.cluster, self._demands(method))
+        return self._plan(args, kwargs, checked_cluster(cluster) or self.cluster, self._demands(method))
 
     def records_of(
         self, subject: Subjected, *, cluster: Cluster, method: str | Method | None = None, within_budget: bool = True
@@ -257,7 +267,10 @@ class Parallelized:
     # -------------------------------------------------------------------------------------------------------- planning
 
     def _demands(self, method: str | Method | None) -> Demands:
-        return self._options.demands if method is None else replace(self._options.demands, method=method)
+        if method is None:
+            return self._options.demands
+        method_of(method)  # refuses what is none
+        return replace(self._options.demands, method=method)
 
     def _progress(self) -> Progress:
         return Progress(self._name)
@@ -365,6 +378,23 @@ class Parallelized:
         return Compiled(subject, plan, program, executor)
 
 
+def _check_initialiser(init_fn: Any) -> None:
+    """Refuse an initialiser that cannot be called without arguments."""
+    if not callable(init_fn):
+        raise TraceError(
+            f"init() takes a function that makes the state, not {type(init_fn).__name__}; a state that is there already "
+            "can be passed to the step as it is"
+        )
+    try:
+        inspect.signature(init_fn).bind()
+    except TypeError as error:
+        raise TraceError(
+            f"init_fn is called without arguments, and {error}; bind them first: functools.partial(init_fn, ...)"
+        ) from error
+    except ValueError:  # some callables written in C tell no signature
+        return
+
+
 def _check_fits(plan: Plan, subject: Subjected, cluster: Cluster) -> None:
     if plan.num_devices != cluster.num_devices:
         raise PlanError(
@@ -395,12 +425,12 @@ def _born_sharded(traced: TracedProgram, layouts: tuple[Any, ...], plan: Plan, c
 
 def _key_of(call: Call) -> Hashable:
     """Paths, shapes and dtypes of the leaves and the static arguments: what a plan depends on, never treedefs."""
-    return tuple(zip(call.paths, map(_type_of, call.leaves), strict=True)), call.static
+    return tuple(zip(call.paths, map(_type_of, call.leaves, call.paths), strict=True)), call.static
 
 
-def _type_of(leaf: Any) -> tuple[tuple[int, ...], str]:
+def _type_of(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
     """Shape and dtype; a Python scalar counts as the array that JAX makes of it."""
-    typed = leaf if hasattr(leaf, "dtype") else jax.typeof(leaf)
+    typed = leaf if hasattr(leaf, "dtype") else aval_of_leaf(leaf, path)
     return tuple(typed.shape), str(typed.dtype)
 
 
@@ -465,41 +495,8 @@ def parallelize(function: Callable[..., Any] | None = None, /, **options: Any) -
         return lambda decorated: parallelize(decorated, **options)
     if isinstance(function, Parallelized):
         return function
-    return Parallelized(function, _read_options(options, Options()))
-
-
-def _sizes(mesh_shape: Any) -> tuple[int, ...]:
-    """Any sequence of whole numbers as a tuple of Python's integers."""
-    try:
-        return tuple(map(operator.index, mesh_shape))
-    except TypeError:
-        raise PlanError(f"mesh_shape={mesh_shape!r} is no tuple of integers; write for example (2, 4)") from None
-
-
-def _read_options(given: dict[str, Any], known_options: Options) -> Options:
-    """The options with those given changed."""
-    known = ("method", "memory_per_device", "mesh_shape", "constraints", "solver_seconds", "num_microbatches")
-    others = ("cluster", "static_argnums", "static_argnames", "batch_argnums", "state_argnums")
-    every = (*known, *others, "donate_argnums", "user_shardings")
-    unknown = [name for name in given if name not in every]
-    if unknown:
-        raise TypeError(f"parallelize() got unknown options {unknown}; known are {sorted(every)}")
-    demands = {name: given[name] for name in known if given.get(name) is not None}
-    count = demands.get("num_microbatches", 1)
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise PlanError(f"num_microbatches={count!r} is no number of microbatches; give an integer of 1 or more")
-    if "mesh_shape" in demands:
-        demands["mesh_shape"] = _sizes(demands["mesh_shape"])
-    if "donate_argnums" in given:
-        demands["donate_state"] = given["donate_argnums"] == "auto"
-    if given.get("donate_argnums", "auto") not in ("auto", ()):
-        raise PlanError(
-            'donate_argnums is "auto" (the state is donated) or () (nothing is); other arguments stay yours'
+    if not callable(function):
+        raise TraceError(
+            f"parallelize() takes a function, not {function!r}; options go by name: parallelize(method=...)"
         )
-    if "user_shardings" in given:
-        demands["user_shardings"] = UserShardings.of(given["user_shardings"])
-    return replace(
-        known_options,
-        demands=replace(known_options.demands, **demands),
-        **{name: given[name] for name in others if name in given},
-    )
+    return Parallelized(function, read_options(options, Options()))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -164,11 +164,17 @@ BY_NAME: dict[str, Method] = {method.name: method for method in (*HAND_MADE, Int
 
 
 def method_of(said: str | Method) -> Method:
-    """The method of a name; a method is returned as it is.  Raises PlanError for an unknown name."""
+    """The method of a name; a method is returned as it is.  Raises PlanError for an unknown name and for anything else."""
+    known = ", ".join(sorted(BY_NAME))
     if not isinstance(said, str):
+        parts = ("name", "meshes", "restriction")
+        if isinstance(said, type) or not isinstance(said, Hashable) or not all(hasattr(said, part) for part in parts):
+            raise PlanError(
+                f"method={said!r} is no method; give one of the names {known}, or an object of autopar.methods, for "
+                "example TensorParallel(model_size=2)"
+            )
         return said
     if said not in BY_NAME:
-        known = ", ".join(sorted(BY_NAME))
         raise PlanError(f"method={said!r} is unknown; the names are {known}, or pass an object of autopar.methods")
     return BY_NAME[said]
 

@@ -32,7 +32,8 @@ def families(paths: Iterable[str]) -> tuple[Family, ...]:
 
 def slashed(name: str) -> str:
     """``state.params['layer0..3']['kernel']`` as ``state/params/layer0..3/kernel``, the way constraints are written."""
-    return re.sub(r"/+", "/", re.sub(r"""[\[\]'"]|(?<!\.)\.(?!\.)""", "/", name)).strip("/")
+    parts = re.sub(r"""\[(['"])(.*?)\1\]|[\[\]]|(?<!\.)\.(?!\.)""", lambda part: f"/{part[2] or ''}/", name)
+    return re.sub(r"/+", "/", parts).strip("/").replace("/,", ",")
 
 
 def family_name(paths: Iterable[str], most: int = 3) -> str:

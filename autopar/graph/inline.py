@@ -54,6 +54,8 @@ _CALLS = frozenset(
 )
 _REMAT = frozenset({"remat2", "checkpoint"})
 
+_MANUAL = frozenset({"shard_map", "xla_pmap", "pmap"})
+
 SAY_ONLY_WHERE = frozenset({"sharding_constraint", "reshard"})
 """Primitives that compute nothing and say where their operand shall lie."""
 
@@ -165,6 +167,12 @@ def _inline_jaxpr(scope: _Scope, closed: Any, env: dict[Any, Any], place: _Place
             outs = _inline_call(scope, equation, invars, place)
             env.update(zip(equation.outvars, outs, strict=True))
             continue
+        if name in _MANUAL:
+            file, line = _compat.user_source(equation.replace(source_info=place.source_info(equation.source_info)))
+            raise TraceError(
+                f"{name} at {file}:{line}: a program for single devices cannot be planned inside another. Write the step "
+                "for whole arrays, without jax.shard_map and jax.pmap; the plan cuts them."
+            )
         rewrite = _CONTROL_FLOW.get(name)
         params = equation.params
         if rewrite is not None:

@@ -448,6 +448,7 @@ TABLE: Mapping[str, Row] = {
     **dict.fromkeys(("random_wrap", "random_unwrap", "random_seed", "random_fold_in", "random_split"), _whole),
     **dict.fromkeys(("random_clone", "rng_bit_generator", "rng_uniform"), _whole),
     "approx_top_k": _all_but("reduction_dimension"),
+    "split": _all_but("axis"),
     "top_k": _all_but("axis"),
     "iota": _iota,
     "random_bits": _random_bits,

@@ -110,6 +110,7 @@ def flatten_call(
     names = _positional_names(function, args, kwargs)
     by_name = {static_argnames} if isinstance(static_argnames, str) else set(static_argnames)
     numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    _check_static(function, by_name, numbers)
     count = _count_of_positional(function, len(args))
     by_number = {number + count if number < 0 else number for number in numbers}
     by_name |= {names[number] for number in by_number if number < len(names)} - {""}
@@ -190,6 +191,25 @@ def _name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", None) or type(function).__name__
 
 
+def _check_static(function: Callable[..., Any], names: set[str], numbers: tuple[int, ...]) -> None:
+    """Refuse static arguments that the function does not have, where its signature can tell."""
+    parameters = _parameters(function)
+    if parameters is None:
+        return
+    kinds = {parameter.kind for parameter in parameters}
+    named = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    unknown: list[Any] = []
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        unknown += [f"static_argnames={name!r}" for name in sorted(names - set(named))]
+    if inspect.Parameter.VAR_POSITIONAL not in kinds:
+        count = _count_of_positional(function, 0)
+        unknown += [f"static_argnums={number}" for number in numbers if not -count <= number < count]
+    if unknown:
+        raise TraceError(
+            f"{unknown[0]} names no argument of {_name_of(function)}, which has {', '.join(named) or 'none'}."
+        )
+
+
 def _check_hashable(name: str, value: Any) -> None:
     try:
         hash(value)
@@ -218,7 +238,7 @@ def trace(
     hashed, values of an outer transformation, ``pmap``-style axis names, and NNX modules changed in place.
     """
     call = flatten_call(function, args, kwargs or {}, static_argnums=static_argnums, static_argnames=static_argnames)
-    avals = tuple(_leaf_aval(leaf, path) for leaf, path in zip(call.leaves, call.paths, strict=True))
+    avals = tuple(aval_of_leaf(leaf, path) for leaf, path in zip(call.leaves, call.paths, strict=True))
     result: list[tuple[tuple[Keys, ...], Any]] = []
 
     def flat(*leaves: Any) -> list[Any]:
@@ -235,7 +255,8 @@ def trace(
 
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=_compat.is_weak(aval)) for aval in avals]
     try:
-        closed = jax.make_jaxpr(flat)(*shapes)
+        with jax.disable_jit(False):  # without jit a loop would run in Python, on values that have none yet
+            closed = jax.make_jaxpr(flat)(*shapes)
     except NameError as error:
         _explain_axis_name(error, function)
         raise
@@ -272,7 +293,7 @@ def trace(
     )
 
 
-def _leaf_aval(leaf: Any, path: str) -> Any:
+def aval_of_leaf(leaf: Any, path: str) -> Any:
     """The leaf's abstract value, or a TraceError that names the leaf."""
     if isinstance(leaf, _compat.Tracer):
         raise TraceError(
@@ -283,8 +304,9 @@ def _leaf_aval(leaf: Any, path: str) -> Any:
         return _compat.aval_of(leaf)
     except TypeError as error:
         argument = re.split(r"[.\[]", path, maxsplit=1)[0]
+        kind = f"{type(leaf).__name__} of {leaf.dtype}" if hasattr(leaf, "dtype") else type(leaf).__name__
         raise TraceError(
-            f"{path} is of type {type(leaf).__name__}, which is no array. If it is an option rather than data, say "
+            f"{path} is of type {kind}, which is no array that JAX knows. If it is an option rather than data, say "
             f"static_argnames={argument!r} (or static_argnums); else pass it as a NumPy array."
         ) from error
 

@@ -7,6 +7,7 @@ input and output shardings and donation; nothing is left for XLA's partitioner t
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,24 +73,38 @@ class Executor:
             for aval, sharding in zip(avals, self.in_shardings, strict=True)
         ]
         started = time.monotonic()
-        with jax.set_mesh(mesh):  # shard_map refuses a mesh other than the one in scope, which may be the user's
+        with (
+            jax.disable_jit(False),
+            jax.set_mesh(mesh),
+        ):  # shard_map refuses a mesh other than the one in scope, which may be the user's
             self._compiled = jitted.lower(*shapes).compile()
         self.compile_seconds = time.monotonic() - started
+        self._donated = donated
         self._dtypes = [aval.dtype for aval in avals]
 
     def place(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        """The leaves on their devices, as the executable wants them."""
+        """The leaves on their devices, as the executable wants them.
+
+        What is donated shares no memory with what the caller keeps, nor with another leaf: XLA:CPU ends the process
+        where a donated buffer is passed twice.
+        """
         placed = []
-        for leaf, sharding, dtype in zip(leaves, self.in_shardings, self._dtypes, strict=True):
-            if not (isinstance(leaf, jax.Array) and leaf.sharding == sharding):
-                array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf, dtype=dtype)
-                leaf = jax.device_put(array, sharding)
+        times = Counter(map(id, leaves)) if self._donated else {}
+        for position, (leaf, sharding, dtype) in enumerate(zip(leaves, self.in_shardings, self._dtypes, strict=True)):
+            is_donated, is_array = position in self._donated, isinstance(leaf, jax.Array)
+            is_placed = is_array and leaf.sharding == sharding
+            if is_array and is_donated and (not is_placed or times[id(leaf)] > 1):
+                leaf = leaf.copy()  # device_put would share the piece that stays where it is
+            if not is_placed:
+                array = leaf if is_array else np.asarray(leaf, dtype=dtype)
+                leaf = jax.device_put(array, sharding, may_alias=False if is_donated else None)
             placed.append(leaf)
         return placed
 
     def __call__(self, leaves: Sequence[Any]) -> list[jax.Array]:
         """Run one step; asynchronous, as every JAX call."""
-        return list(self._compiled(*self.place(leaves)))
+        with jax.disable_jit(False):  # which would ask for the function, to run it in Python
+            return list(self._compiled(*self.place(leaves)))
 
     def as_text(self) -> str:
         """The optimized HLO."""

@@ -26,6 +26,7 @@ from jax.extend.random import threefry2x32_p
 from autopar.cluster import Mesh
 from autopar.graph.ir import FactorKind, Operator
 from autopar.plan import Axes
+from autopar.schedule.host_calls import HOST_CALLS, call_once
 from autopar.schedule.local_params import (
     SCATTERS,
     Index,
@@ -282,6 +283,13 @@ def _gather(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.Ar
     return [jnp.where(over_rows(held), rows, absent)]
 
 
+def _dynamic_slice(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.Array]:
+    """Starts are clamped here: XLA:CPU of jaxlib 0.10.2 makes one slice of a slice of a slice and clamps their sum."""
+    operand, *starts = operands
+    spans = zip(starts, site.operands[0].shape, site.params["slice_sizes"], strict=True)
+    return _bind(equation, site, [operand, *(_clamp_index(start, extent - size) for start, extent, size in spans)])
+
+
 def _scatter(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.Array]:
     """Updates that fall into this piece; where updates are shared out (SUM), the first device alone has the operand."""
     operand, indices, updates = operands
@@ -305,11 +313,22 @@ def _scatter(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.A
     return _bind(equation, site, [operand, local_indices, updates], **changed)
 
 
+# --- what calls the host --------------------------------------------------------------------------------------------
+
+
+def _host_call(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.Array]:
+    if site.mesh.size == 1 or site.index is not lax.axis_index:
+        return _bind(equation, site, operands)
+    return call_once(equation, lambda *arrays: _bind(equation, site, list(arrays)), operands, site.mesh.axis_names)
+
+
 _RUN: dict[str, Callable[[Any, Site, list[jax.Array]], list[jax.Array]]] = {
     **dict.fromkeys(SCATTERS, _scatter),
     **dict.fromkeys(("random_split", "rng_bit_generator", "rng_uniform"), _slice_whole),
     **dict.fromkeys(("sharding_constraint", "reshard", "device_put"), _keep),
     "iota": _iota,
     "random_bits": _random_bits,
+    **dict.fromkeys(HOST_CALLS, _host_call),
     "gather": _gather,
+    "dynamic_slice": _dynamic_slice,
 }

@@ -1,0 +1,168 @@
+"""What may be asked of :func:`autopar.parallelize`, and is it of a kind that can be asked?
+
+Every value is looked at where it is said: a figure that is no number would otherwise come to light in the planner, or
+not at all (no plan keeps a budget of NaN bytes).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from autopar.cluster import Cluster
+from autopar.errors import ClusterError, PlanError, TraceError
+from autopar.methods import method_of
+from autopar.planning import Demands
+from autopar.user_shardings import UserShardings
+
+ArgumentNames = int | str | Iterable[int | str] | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """What :func:`autopar.parallelize` was told."""
+
+    demands: Demands = field(default_factory=Demands)
+    cluster: Cluster | None = None
+    static_argnums: int | Iterable[int] = ()
+    static_argnames: str | Iterable[str] = ()
+    batch_argnums: ArgumentNames = None
+    state_argnums: ArgumentNames = None
+
+
+_DEMANDS = ("method", "memory_per_device", "mesh_shape", "constraints", "solver_seconds", "num_microbatches")
+_ARGUMENTS = ("static_argnums", "static_argnames", "batch_argnums", "state_argnums")
+_EVERY = sorted((*_DEMANDS, *_ARGUMENTS, "cluster", "donate_argnums", "user_shardings"))
+
+
+def read_options(given: Mapping[str, Any], known: Options) -> Options:
+    """The options with those given changed; None leaves a demand as it was.
+
+    Raises TypeError for an unknown name, PlanError, ClusterError or TraceError for a value that is none.
+    """
+    unknown = [name for name in given if name not in _EVERY]
+    if unknown:
+        raise TypeError(f"parallelize() got unknown options {unknown}; known are {_EVERY}")
+    demands = {name: _CHECKED[name](given[name]) for name in _DEMANDS if given.get(name) is not None}
+    if "donate_argnums" in given:
+        demands["donate_state"] = _donates(given["donate_argnums"])
+    if "user_shardings" in given:
+        demands["user_shardings"] = UserShardings.of(given["user_shardings"])
+    others = {name: _argument_names(name, given[name]) for name in _ARGUMENTS if name in given}
+    if "cluster" in given:
+        others["cluster"] = checked_cluster(given["cluster"])
+    return replace(known, demands=replace(known.demands, **demands), **others)
+
+
+def checked_cluster(cluster: Any) -> Cluster | None:
+    """The cluster, or None for the one at hand; raises ClusterError for anything else."""
+    if cluster is None or isinstance(cluster, Cluster):
+        return cluster
+    raise ClusterError(
+        f"cluster={_shown(cluster)} is no cluster; pass a Cluster, for example autopar.Cluster.local(), "
+        "Cluster.preset(name, hosts=2) or Cluster.from_file(path)"
+    )
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"an object of type {type(value).__name__}"
+
+
+def _mesh_shape(value: Any) -> tuple[int, ...]:
+    """Any sequence of whole numbers as a tuple of Python's integers."""
+    try:
+        return tuple(map(operator.index, value))
+    except TypeError:
+        raise PlanError(f"mesh_shape={value!r} is no tuple of integers; write for example (2, 4)") from None
+
+
+def _microbatches(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise PlanError(f"num_microbatches={value!r} is no number of microbatches; give an integer of 1 or more")
+    return value
+
+
+def _positive(name: str, unit: str) -> Callable[[Any], float]:
+    """The reader of a quantity; infinity counts as one."""
+
+    def read(value: Any) -> float:
+        try:
+            number = math.nan if isinstance(value, str | bool) else float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not number > 0:
+            raise PlanError(f"{name}={_shown(value)} is no number of {unit}; give a number greater than 0")
+        return number
+
+    return read
+
+
+def _constraints(value: Any) -> Mapping[str, PartitionSpec]:
+    if not isinstance(value, Mapping):
+        raise PlanError(
+            f"constraints={_shown(value)} is no mapping; write path patterns and layouts, for example "
+            '{"**/kernel": PartitionSpec(None, "model")}'
+        )
+    for pattern, spec in value.items():
+        if not isinstance(pattern, str):
+            raise PlanError(f'constraint {pattern!r} is no path pattern; write a string, for example "**/kernel"')
+        if not isinstance(spec, PartitionSpec):
+            raise PlanError(
+                f"constraint {pattern!r}: {_shown(spec)} is no layout; write a jax.sharding.PartitionSpec, for example "
+                'PartitionSpec(None, "model")'
+            )
+        if spec.unreduced or spec.reduced:
+            raise PlanError(f"constraint {pattern!r}: {spec} demands a partial sum; arguments are whole or cut")
+        for entry in spec:
+            axes = entry if isinstance(entry, tuple) else (entry,)
+            if entry is not None and not all(isinstance(axis, str) for axis in axes):
+                raise PlanError(
+                    f"constraint {pattern!r}: {entry!r} in {spec} names no mesh axis; an entry is None, a name "
+                    '("data", "model", "extra"), or a tuple of names'
+                )
+    return dict(value)
+
+
+def _method(value: Any) -> Any:
+    method_of(value)
+    return value
+
+
+_CHECKED: Mapping[str, Callable[[Any], Any]] = {
+    "method": _method,
+    "memory_per_device": _positive("memory_per_device", "bytes"),
+    "mesh_shape": _mesh_shape,
+    "constraints": _constraints,
+    "solver_seconds": _positive("solver_seconds", "seconds"),
+    "num_microbatches": _microbatches,
+}
+
+
+def _donates(value: Any) -> bool:
+    if not (value == "auto" or (isinstance(value, tuple) and not value)):
+        raise PlanError(
+            'donate_argnums is "auto" (the state is donated) or () (nothing is); other arguments stay yours'
+        )
+    return bool(value == "auto")
+
+
+def _argument_names(option: str, value: Any) -> Any:
+    """Numbers or names of arguments, one or several, as a tuple; None as it is."""
+    kinds = {"static_argnums": int, "static_argnames": str}.get(option, int | str)
+    if value is None:
+        return None if option in ("batch_argnums", "state_argnums") else ()
+    names = (value,) if isinstance(value, int | str) or not isinstance(value, Iterable) else tuple(value)
+    wrong = [name for name in names if not isinstance(name, kinds)]
+    if wrong:
+        wanted = {"static_argnums": "positions (integers)", "static_argnames": "names (strings)"}
+        raise TraceError(
+            f"{option}={_shown(value)}: {_shown(wrong[0])} names no argument; give "
+            f"{wanted.get(option, 'positions or names')} of arguments"
+        )
+    return names
