@@ -11,10 +11,13 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import Phase, given, note, settings
 from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.cluster import Cluster
@@ -90,3 +93,24 @@ def test_random_programs(example: Example, mesh: tuple[int, ...], speed: float) 
 @given(examples(), meshes, speeds)
 def test_many_random_programs(example: Example, mesh: tuple[int, ...], speed: float) -> None:
     check(example, mesh, speed)
+
+
+def test_a_slice_of_a_slice_that_begins_out_of_bounds() -> None:
+    """Found by these tests: XLA:CPU of jaxlib 0.10.2 adds the starts of two slices and clamps only their sum.
+
+    The outer slice is ours, where the result of the user's own is wanted in pieces.
+    """
+
+    def step(state: dict[str, Any], batch: dict[str, Any]) -> Any:
+        rows = lax.dynamic_slice_in_dim(batch["x"], batch["start"], 8, 0)
+        return {"w": state["w"] + jnp.sum(rows, 1)}, {"rows": rows}
+
+    random = np.random.default_rng(0)
+    state, x = {"w": np.zeros(8, np.float32)}, random.standard_normal((12, 4)).astype(np.float32)
+    for start in (25, -25, 2):
+        planned = autopar.parallelize(
+            cluster=machine(1e3), mesh_shape=(8,), constraints={"state/w": P("data")}, batch_argnums=()
+        )(step)
+        got = planned(state, {"x": x, "start": np.int32(start)})
+        expected = jax.jit(step)(state, {"x": x, "start": np.int32(start)})
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, expected)
