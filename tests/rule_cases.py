@@ -383,7 +383,7 @@ TABLE_CASES = [
     Case("reshape", "a b c -> ab c", reshape, (X,), (24, 8)),
     Case("reshape", "ab c -> a 1 b c", reshape, (normal(24, 8),), (4, 1, 6, 8)),
     Case("reshape", "a bc 1 -> ab c", reshape, (normal(4, 8, 1),), (8, 4)),
-    Case("reshape", "b a c -> ab c", lambda shape, x: lax.reshape(x, shape, (1, 0, 2)), (X,), (24, 8)),
+    Case("reshape", "a b c -> ba c", lambda shape, x: lax.reshape(x, shape, (1, 0, 2)), (X,), (24, 8)),
     Case("reshape", "a# # -> a# #", reshape, (normal(6, 4),), (4, 6)),
 ]
 

@@ -21,7 +21,7 @@ from autopar.cost_model.collectives import Collective, collective_seconds
 from autopar.cost_model.combine import MOST_COMBINED, combined, joined, led_by
 from autopar.cost_model.hlo import collectives, parse_module
 from benchmarks.models import FAMILIES, build
-from tests.toy_runs import eight_slow_devices, sample
+from tests.toy_runs import CORE, eight_slow_devices, sample
 
 ADDITION = (Collective.ALL_REDUCE, ("data",), "float32")
 
@@ -139,7 +139,7 @@ def levels(arrays: Arrays) -> Iterator[Arrays]:
 
 METHODS = ("data_parallel", "zero2", "tensor_parallel")
 PRODUCT = tuple((name, method) for name in FAMILIES for method in METHODS)
-SAMPLE = sample(tuple(FAMILIES), METHODS, seed=4)
+SAMPLE = (*sample(CORE, METHODS, seed=4), ("gpt", "data_parallel"), ("lstm", "data_parallel"))
 
 
 @pytest.mark.parametrize(("name", "method"), SAMPLE)

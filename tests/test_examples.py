@@ -26,6 +26,7 @@ from benchmarks.models import FAMILIES, Size, build, llama_nnx
 from examples.gpt import data, generate, model, train
 from examples.gpt.checkpoint import Checkpoints
 from examples.moe import train as moe_train
+from tests.toy_runs import CORE
 
 TINY = model.GPTConfig(vocab_size=64, hidden=32, layers=2, heads=4, sequence=8)
 TEXT_BYTES = 1_000_000
@@ -46,7 +47,9 @@ def dataset(dataset_folder: Path) -> data.Dataset:
 # ---------------------------------------------------------------------------------------------------------- the models
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [name if name in CORE else pytest.param(name, marks=pytest.mark.verify) for name in FAMILIES]
+)
 def test_toy_step_learns_its_batch(name: str) -> None:
     toy = build(name, Size.TOY)
     state, batch, step = jax.jit(toy.make_state)(), toy.make_batch(toy.batch_size), jax.jit(toy.train_step)

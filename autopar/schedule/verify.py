@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from autopar import _compat
 from autopar.cluster import Mesh
 from autopar.errors import InternalError
-from autopar.graph.build import LoopKind
-from autopar.graph.ir import FactorKind, Rule, Value
+from autopar.graph.build import BARRIER, LoopKind
+from autopar.graph.ir import FactorKind, Operator, Value
 from autopar.plan import Axes, Layout, Strategy
 from autopar.schedule.reshard import Move, MoveKind, after_move, divides
 from autopar.schedule.spmd import Buffer, Reshard, Run, SpmdProgram
@@ -130,7 +130,7 @@ def _verify_run(step: Run, program: SpmdProgram) -> None:
         _verify_border(name, step, program)
         return
     rule, strategy = operator.rule, step.strategy
-    _verify_strategy(name, rule, strategy, program.mesh)
+    _verify_strategy(name, operator, strategy, program.mesh)
     _demand(not strategy.passing or operator.linear, f"{name}: passes partial sums, but is not linear")
     summed = {
         axis for axes, f in zip(strategy.factors, rule.factors, strict=True) if f.kind.leaves_sum for axis in axes
@@ -145,10 +145,12 @@ def _verify_run(step: Run, program: SpmdProgram) -> None:
         _demand(buffer.layout == implied, f"{name}: result {k} is {buffer}, its strategy leaves {implied}")
 
 
-def _verify_strategy(name: str, rule: Rule, strategy: Strategy, mesh: Mesh) -> None:
+def _verify_strategy(name: str, operator: Operator, strategy: Strategy, mesh: Mesh) -> None:
+    rule = operator.rule
     _demand(len(strategy.factors) == len(rule.factors), f"{name}: {strategy} is not for {len(rule.factors)} factors")
     used = [axis for axes in (*strategy.factors, strategy.passing) for axis in axes]
-    _demand(len(set(used)) == len(used) and set(used) <= set(mesh.axis_names), f"{name}: {strategy} is not for {mesh}")
+    is_once = len(set(used)) == len(used) or operator.primitive == BARRIER
+    _demand(is_once and set(used) <= set(mesh.axis_names), f"{name}: {strategy} is not for {mesh}")
     mappings = [factors for mapping in (*rule.operands, *rule.results) for factors in mapping]
     for number, (factor, axes) in enumerate(zip(rule.factors, strategy.factors, strict=True)):
         if not axes:
