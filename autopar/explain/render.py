@@ -277,7 +277,7 @@ def _search_text(e: Explanation) -> str:
     proof = (
         "proven optimal"
         if solver.gap <= 1e-6
-        else f"within {solver.gap:.2%} of the optimum, which is all that the time limit left"
+        else f"proven to be within {solver.gap:.2%} of the optimum for this mesh"
     )
     meshes = f"; meshes tried: {', '.join(solver.meshes_tried)}" if solver.meshes_tried else ""
     return (
