@@ -274,11 +274,7 @@ def _remark(label: str, text: str) -> RenderableType:
 
 def _search_text(e: Explanation) -> str:
     solver = e.solver
-    proof = (
-        "proven optimal"
-        if solver.gap <= 1e-6
-        else f"proven to be within {solver.gap:.2%} of the optimum for this mesh"
-    )
+    proof = "proven optimal" if solver.gap <= 1e-6 else f"proven to be within {solver.gap:.2%} of the optimum"
     meshes = f"; meshes tried: {', '.join(solver.meshes_tried)}" if solver.meshes_tried else ""
     return (
         f"{solver.variables:,} variables, {solver.variables_after_reduction:,} after reduction, "
