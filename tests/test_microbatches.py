@@ -274,7 +274,7 @@ def every_value(graph: Any, leaves: list[Any]) -> dict[int, Any]:
 
 @pytest.mark.parametrize(
     ("name", "method", "count"),
-    [("gpt", "zero3", 2), ("mlp_nnx", "tensor_parallel", 4), ("lstm", "data_parallel", 2)],
+    [("gpt", "zero3", 2), ("mlp_nnx", "tensor_parallel", 4), ("gpt_scan", "zero3", 4)],
 )
 def test_models_keep_their_numbers(name: str, method: str, count: int) -> None:
     check_model(name, method, count)
