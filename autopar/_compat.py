@@ -252,9 +252,8 @@ def as_written(equation: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def evaluate(equation: Any, operands: Sequence[Any]) -> list[Any]:
-    """Results of an equation as it is written, while tracing."""
-    with as_written(equation):
-        results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
+    """Results of an equation, while tracing (:func:`as_written` says where its source and name stack come from)."""
+    results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
     return list(results) if equation.primitive.multiple_results else [results]
 
 

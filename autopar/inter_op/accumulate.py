@@ -82,34 +82,26 @@ class _Rewriting:
     def step(self, *arguments: Any) -> list[Any]:
         level = self._examples.level
         graph = level.graph
-        whole: dict[int, Any] = {}
-        rows: dict[int, Any] = {}
-        for position, (value, argument) in enumerate(zip(graph.inputs, arguments, strict=True)):
-            (rows if position in self._batch else whole)[value] = argument
+        whole: dict[int, Any] = dict(zip(graph.inputs, arguments, strict=True))
+        rows = {value: whole[value] for value in (graph.inputs[position] for position in self._batch)}
+        whole.update({value: row.reshape(-1, *row.shape[2:]) for value, row in rows.items()})
         whole.update(zip(graph.constants, _compat.consts_of(graph.jaxpr), strict=True))
         parts = _Parts(level, self._examples.before)
-        batch_whole = {value: row.reshape(-1, *row.shape[2:]) for value, row in rows.items()}
-        self._run_whole(parts.before, {**batch_whole, **whole}, whole)
+        self._run_whole(parts.before, whole)
         sums, stacked = self._loop(parts, whole, rows)
         for value in parts.sums:
             whole[value] = sums[value]
         for value in parts.stacked:
             whole[value] = _unstacked(stacked[value], cut_dim(level.forms[value]) or 0)
         whole.update({later: whole[value] for value, later in parts.guarded.items() if value in whole})
-        whole.update(batch_whole)
-        self._run_whole(parts.after, whole, whole)
-        atoms = _compat.jaxpr_of(graph.jaxpr).outvars
-        return [
-            jnp.asarray(atom.val, atom.aval.dtype) if value is None else whole[value]
-            for value, atom in zip(graph.outputs, atoms, strict=True)
-        ]
+        self._run_whole(parts.after, whole)
+        return _operands_of(graph.outputs, _compat.jaxpr_of(graph.jaxpr).outvars, whole.__getitem__)
 
-    def _run_whole(self, operators: Sequence[Operator], known: Mapping[int, Any], into: dict[int, Any]) -> None:
-        seen = dict(known)
+    def _run_whole(self, operators: Sequence[Operator], known: dict[int, Any]) -> None:
         for operator in operators:
-            results = _compat.evaluate(operator.equation, _operands(operator, seen.__getitem__))
-            seen.update(zip(operator.results, results, strict=True))
-            into.update(zip(operator.results, results, strict=True))
+            with _compat.as_written(operator.equation):
+                results = _compat.evaluate(operator.equation, _operands(operator, known.__getitem__))
+            known.update(zip(operator.results, results, strict=True))
 
     def _loop(self, parts: _Parts, whole: Mapping[int, Any], rows: Mapping[int, Any]) -> tuple[Any, Any]:
         level = self._examples.level
@@ -235,7 +227,6 @@ class _Parts:
         self.inside = _with_regrown(level, inside)
         running = {operator.id for operator in inside}
         whole = [o for o in graph.operators if o.id not in running and all(r in level.forms for r in o.results)]
-        late = [o for o in graph.operators if any(r not in level.forms for r in o.results)]
         read_inside = {v for o in inside for v in o.operands if v is not None and level.is_whole(v)}
         read_inside |= {v for o, _ in level.regrown.values() for v in o.operands if v is not None}
         needed = set(read_inside)
@@ -247,7 +238,7 @@ class _Parts:
         self.before = before[::-1]
         done = {operator.id for operator in self.before} | running
         self.after = [operator for operator in graph.operators if operator.id not in done]
-        read_after = {v for o in (*self.after, *late) for v in o.operands if v is not None}
+        read_after = {v for o in self.after for v in o.operands if v is not None}
         read_after |= {v for v in graph.outputs if v is not None}
         made_inside = [r for o in inside for r in o.results if r in read_after]
         # What a barrier guards is known outside without it.

@@ -199,8 +199,8 @@ def default_backend() -> Backend:
     return solve_with_highs
 
 
-def solve_with_highs(program: Program, integral: bool, time_limit_seconds: float) -> Answer:
-    """Hand the sparse matrix to HiGHS."""
+def relaxation_for_highs(program: Program) -> Any:
+    """The sparse matrix as a ``highspy.HighsLp``, no variable of which need be integral."""
     import highspy
 
     count = len(program.cost)
@@ -213,8 +213,16 @@ def solve_with_highs(program: Program, integral: bool, time_limit_seconds: float
     lp.a_matrix_.start_ = program.row_start
     lp.a_matrix_.index_ = program.columns
     lp.a_matrix_.value_ = program.coefficients
+    return lp
+
+
+def solve_with_highs(program: Program, integral: bool, time_limit_seconds: float) -> Answer:
+    """Hand the sparse matrix to HiGHS."""
+    import highspy
+
+    lp = relaxation_for_highs(program)
     if integral:
-        kinds = np.full(count, highspy.HighsVarType.kContinuous)
+        kinds = np.full(len(program.cost), highspy.HighsVarType.kContinuous)
         kinds[: program.num_choices] = highspy.HighsVarType.kInteger
         lp.integrality_ = list(kinds)
     solver = highspy.Highs()

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.intra_op.ilp import INTEGRALITY_TOLERANCE, build_program, solve
+from autopar.intra_op.ilp import INTEGRALITY_TOLERANCE, build_program, relaxation_for_highs, solve
 from autopar.intra_op.model import MemoryRow, Model, Solution
 from autopar.intra_op.reduce import Reduced, reduce_model
 
@@ -103,17 +103,7 @@ def _load(reduced: Reduced, scale: float) -> tuple[Any, list[int]] | None:
     program, starts = build_program(reduced.model, scale) if reduced.core else (None, [])
     if program is None:
         return None
-    count = len(program.cost)
-    lp = highspy.HighsLp()
-    lp.num_col_, lp.num_row_ = count, len(program.row_lower)
-    lp.col_cost_ = program.cost
-    lp.col_lower_, lp.col_upper_ = np.zeros(count), np.ones(count)
-    lp.row_lower_, lp.row_upper_ = program.row_lower, program.row_upper
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    lp.a_matrix_.start_ = program.row_start
-    lp.a_matrix_.index_ = program.columns
-    lp.a_matrix_.value_ = program.coefficients
     solver = highspy.Highs()
     solver.setOptionValue("output_flag", False)
-    solver.passModel(lp)
+    solver.passModel(relaxation_for_highs(program))
     return solver, starts
