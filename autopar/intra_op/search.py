@@ -239,6 +239,10 @@ class _OnMesh:
         choices = self.choices.narrowed(kept)
         return replace(self, choices=choices, model=Model(choices.node_seconds, choices.edge_seconds), floor=floor)
 
+    def gap_of(self, solution: Solution) -> float:
+        """Relative distance of a solution from the optimum of the mesh, as far as it is known."""
+        return replace(solution, bound=min(solution.bound, self.floor)).gap
+
     def complete(self, solution: Solution) -> Found:
         """Lower a solution and predict all of it."""
         task, problem = self.task, self.problem
@@ -253,8 +257,7 @@ class _OnMesh:
             names=task.names or {},
         )
         prediction = predict(program, problem.fusion, task.cluster, memory)
-        gap = replace(solution, bound=min(solution.bound, self.floor)).gap
-        report = SolverReport(self.model.num_variables, solution.core_variables, 0.0, gap)
+        report = SolverReport(self.model.num_variables, solution.core_variables, 0.0, self.gap_of(solution))
         return Found(
             stage, program, prediction, report, problem, self.quotient, self.choices, solution.options, self.model
         )
@@ -274,7 +277,7 @@ def _on_mesh(
 
 
 def _within_budget(on_mesh: _OnMesh, optimum: Solution) -> tuple[Found, float]:
-    """The stage and its cost; solved with memory rows, tightened until the exact prediction keeps the budget."""
+    """The stage and its cost: the optimum if it keeps the budget, else the fastest found whose prediction does."""
     task = on_mesh.task
     first = on_mesh.complete(optimum)
     if first.prediction.memory.total_bytes <= task.budget_bytes:
@@ -329,7 +332,11 @@ def _priced(
         return tried[-1].prediction.memory.total_bytes <= task.budget_bytes
 
     solution = solve_squeezed(demand, optimum, keeps_budget, time_limit_seconds=task.solver_seconds)
-    return None if solution is None else (replace(on_mesh.complete(solution), model=demand), solution.cost)
+    if solution is None:
+        return None
+    found = next(one for one in tried if one.options == solution.options)
+    solver = replace(found.solver, variables_after_reduction=solution.core_variables, gap=on_mesh.gap_of(solution))
+    return replace(found, model=demand, solver=solver), solution.cost
 
 
 def _called_after_batch(on_mesh: _OnMesh, found: Found) -> Found:
