@@ -23,5 +23,9 @@ class BudgetError(PlanError):
     """No plan keeps the memory of a device."""
 
 
+class ScheduleError(PlanError):
+    """An order of tasks over stages is not complete, or lets meshes wait for each other for ever."""
+
+
 class InternalError(AutoparError):
     """A pass of this library broke a promise that the next one relies on; a bug to report, with the program at hand."""

@@ -157,9 +157,12 @@ class SolverReport:
 
 
 class Schedule(Enum):
-    """The order of microbatches over stages."""
+    """The order of microbatches over stages (see :mod:`autopar.schedule.orders`)."""
 
     SINGLE = "single"
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+    EAGER_ONE_F_ONE_B = "eager_1f1b"
 
 
 @dataclass(frozen=True)
