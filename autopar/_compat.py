@@ -148,6 +148,15 @@ def sharding_constraint_equation(atom: Any, out: Any, sharding: Any, like: Any) 
     )
 
 
+def conversion_equation(atom: Any, out: Any, like: Any) -> Any:
+    """``out`` = ``atom`` in the dtype of ``out``, with source and context of the equation ``like``."""
+    shape = jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+    template = jax.make_jaxpr(lambda x: jax.lax.convert_element_type(x, out.aval.dtype))(shape).eqns[0]
+    return like.replace(
+        invars=[atom], outvars=[out], primitive=template.primitive, params=template.params, effects=template.effects
+    )
+
+
 def ambient_mesh() -> Any:
     """The mesh that the user has put in scope, by ``jax.set_mesh`` or by ``with mesh:``; None if there is none."""
     for mesh in (jax.sharding.get_abstract_mesh(), jax_mesh.thread_resources.env.physical_mesh):
@@ -173,6 +182,23 @@ def with_scan_body(params: dict[str, Any], body: Any, num_consts: int) -> dict[s
     _, carry, sequences = params["ft_in"].unpack()
     operands = flattree.pack((flattree.nones(num_consts), carry, sequences))
     return dict(params, jaxpr=body, ft_in=operands)
+
+
+def scan_equation(like: Any, invars: Sequence[Any], outvars: Sequence[Any], body: Any, arity: tuple[int, int]) -> Any:
+    """The ``scan`` ``like`` with other operands, results and closed body, of so many constants and carries.
+
+    It is for reading: what it says of its results' tree stays that of ``like``.
+    """
+    consts, carries = arity
+    params = dict(like.params, jaxpr=body)
+    if "num_consts" in params:
+        params.update(num_consts=consts, num_carry=carries)
+    else:
+        from jax._src import flattree  # type: ignore[attr-defined]  # only where scan speaks in flat trees
+
+        sizes = (consts, carries, len(invars) - consts - carries)
+        params["ft_in"] = flattree.pack(tuple(map(flattree.nones, sizes)))
+    return like.replace(invars=list(invars), outvars=list(outvars), params=params)
 
 
 def is_ordered_debugging(equation: Any) -> bool:

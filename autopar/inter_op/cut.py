@@ -1,0 +1,310 @@
+"""From one looped step to one looped program per stage, and the values that cross between them.
+
+Each stage's program is an ordinary one – before, a loop over microbatches, after – that the intra-operator planner lays out on
+the stage's own mesh as it would lay out a whole step.  What other stages make enters as inputs, what they read leaves as
+outputs; values of a microbatch stand in both as stacks over the microbatches, which the loop takes apart and puts together.
+At run time no such stack exists: the loop's passes are executables of their own, and each value crosses when it is made.
+
+    crossing   START   a leaf of the state, to another stage that reads it as well, before anything else
+               MICRO   a value of one microbatch, after the pass that makes it
+               LATE    a value made after the microbatches
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import jax
+
+from autopar import _compat
+from autopar.graph.ir import Operator
+from autopar.inter_op.looped import Looped
+from autopar.inter_op.placing import place
+from autopar.inter_op.stage_body import Body, stage_bodies
+from autopar.inter_op.stage_update import Late, Updates, sources_of
+from autopar.schedule.instructions import Part
+
+
+class Passing(Enum):
+    """When a value crosses from stage to stage."""
+
+    START = "start"
+    MICRO = "micro"
+    LATE = "late"
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """One value that passes from a stage to another; of a MICRO one, ``part`` is the pass that makes it.
+
+    ``segment`` is that of the AFTER part that makes a LATE one; ``leaf`` the input position of a START one.
+    """
+
+    number: int
+    passing: Passing
+    source: int
+    target: int
+    shape: tuple[int, ...]
+    dtype: str
+    size_bytes: int
+    part: Part = Part.BEFORE
+    segment: int = 0
+    leaf: int = -1
+
+
+@dataclass(frozen=True)
+class End:
+    """What an input or output of a stage's program is: a leaf of the step (``crossing`` is None) or a crossing."""
+
+    position: int = -1
+    crossing: Crossing | None = None
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """One stage as a program: ``jaxpr`` is closed; its equation number ``loop`` is the loop over microbatches.
+
+    ``parts`` are the passes of the loop body's equations, ``segments`` those of the equations after the loop.
+    ``state_pairs`` are (input, output) positions of the state leaves that live here.
+    """
+
+    jaxpr: Any
+    loop: int
+    inputs: tuple[End, ...]
+    outputs: tuple[End, ...]
+    parts: tuple[Part, ...]
+    segments: tuple[int, ...]
+    state_pairs: tuple[tuple[int, int], ...]
+    carries: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A step cut into stages; ``owners`` says for each leaf of the state (input position) on which stage it lives."""
+
+    stages: tuple[StageProgram, ...]
+    crossings: tuple[Crossing, ...]
+    owners: dict[int, int]
+
+
+def cut(loop: Looped, state_pairs: Sequence[tuple[int, int]], cuts: Sequence[int]) -> Cut:
+    """Cut a step before the anchored forward operators with the numbers ``cuts`` (ascending)."""
+    placing = place(loop, cuts)
+    bodies = stage_bodies(loop, placing)
+    return _Assembly(loop, bodies, Updates(loop, bodies), dict(state_pairs)).make()
+
+
+@dataclass
+class _Needs:
+    """What a stage reads from outside: equations by number and leaves (variables), for its loop and for what follows."""
+
+    equations: dict[int, Any]
+    leaves: set[Any]
+
+
+class _Assembly:
+    """Owns the numbers of the crossings, and which stage each leaf lives on."""
+
+    def __init__(
+        self, loop: Looped, bodies: tuple[Body, ...], updates: Updates, state_pairs: dict[int, int]
+    ) -> None:
+        self._loop, self._bodies, self._updates, self._pairs = loop, bodies, updates, state_pairs
+        self._jaxpr = _compat.jaxpr_of(loop.graph.jaxpr)
+        self._positions = {variable: position for position, variable in enumerate(self._jaxpr.invars)}
+        self._inner = _compat.jaxpr_of(loop.body.jaxpr)
+        self._operands = dict(zip(loop.body.inputs, loop.loop.equation.invars, strict=True))
+        self._inner_of = dict(zip(loop.body.inputs, self._inner.invars, strict=True))
+        self._made = {v: var for o in loop.body.operators for v, var in zip(o.results, o.equation.outvars, strict=True)}
+        self._owners: dict[int, int] = {}
+        self._crossings: list[Crossing] = []
+        self._micro: dict[tuple[int, int], Crossing] = {}
+        self._late: dict[tuple[Any, int], Crossing] = {}
+        self._start: dict[tuple[int, int], Crossing] = {}
+
+    def make(self) -> Cut:
+        self._place_leaves()
+        needs = [self._needs(stage) for stage in range(len(self._bodies))]
+        segments = _Segments(self._updates)
+        self._number_crossings(needs, segments)
+        stages = tuple(self._stage(number, needs[number], segments) for number in range(len(self._bodies)))
+        return Cut(stages, tuple(self._crossings), self._owners)
+
+    # --- leaves ---
+
+    def _place_leaves(self) -> None:
+        """A leaf of the state lives where its next value is made; one that is made anywhere, where it is read first."""
+        updates = self._updates
+        readers: dict[int, int] = {}
+        for stage in reversed(range(len(self._bodies))):
+            for variable in self._needs(stage).leaves:
+                readers[self._positions[variable]] = stage
+        anywhere = {output: readers.get(leaf, 0) for leaf, output in self._pairs.items() if not updates.is_held(output)}
+        updates.give_outputs(anywhere)
+        made = {output: stage for stage, late in enumerate(updates.stages) for output in late.outputs}
+        self._owners = {leaf: made[output] for leaf, output in self._pairs.items()}
+
+    def _needs(self, stage: int) -> _Needs:
+        late, body = self._updates.stages[stage], self._bodies[stage]
+        held = {v for _, equation in late.equations for v in equation.outvars} | set(late.received)
+        held |= set(late.results.values())
+        atoms = [atom for _, equation in late.equations for atom in equation.invars]
+        atoms += late.outputs.values()
+        atoms += [self._operands[value] for value in body.inputs]
+        equations, found = sources_of([atom for atom in atoms if not _in(atom, held)], self._updates.floating)
+        return _Needs(equations, found - held)
+
+    # --- crossings ---
+
+    def _number_crossings(self, needs: Sequence[_Needs], segments: _Segments) -> None:
+        for target, need in enumerate(needs):
+            for leaf in sorted(self._positions[variable] for variable in need.leaves):
+                owner = self._owners.get(leaf, target)
+                if owner != target:
+                    end = self._cross(Passing.START, owner, target, self._jaxpr.invars[leaf].aval, leaf=leaf)
+                    self._start[leaf, target] = end
+        for target, body in enumerate(self._bodies):
+            for (value, source), _ in sorted(body.received.items()):
+                part = self._bodies[source].sent[value, target]
+                self._micro[value, target] = self._cross(
+                    Passing.MICRO, source, target, self._made[value].aval, part=part
+                )
+        for source, late in enumerate(self._updates.stages):
+            for variable, target in late.sent:
+                self._late[variable, target] = self._cross(
+                    Passing.LATE, source, target, variable.aval, segment=segments.of(variable, source)
+                )
+
+    def _cross(self, passing: Passing, source: int, target: int, aval: Any, **rest: Any) -> Crossing:
+        size = _compat.item_bytes(aval.dtype)
+        for extent in aval.shape:
+            size *= extent
+        one = Crossing(
+            len(self._crossings), passing, source, target, tuple(aval.shape), str(aval.dtype), size, **rest
+        )
+        self._crossings.append(one)
+        return one
+
+    # --- programs ---
+
+    def _stage(self, stage: int, needs: _Needs, segments: _Segments) -> StageProgram:
+        late = self._updates.stages[stage]
+        inputs: list[tuple[Any, End]] = []
+        for leaf in sorted(
+            {self._positions[v] for v in needs.leaves} | {leaf for leaf, at in self._owners.items() if at == stage}
+        ):
+            crossing = self._start.get((leaf, stage))
+            inputs.append((self._jaxpr.invars[leaf], End(leaf, crossing)))
+        loop, stacks = self._loop_equation(stage, inputs)
+        inputs += [(v, End(crossing=self._late[v, stage])) for v in late.received]
+        before = [equation for number, equation in sorted(needs.equations.items()) if number < self._loop.position]
+        after = sorted(
+            late.equations + [(float(n), e) for n, e in needs.equations.items() if n > self._loop.position],
+            key=lambda entry: entry[0],
+        )
+        outputs = [(atom, End(position)) for position, atom in sorted(late.outputs.items())]
+        outputs += stacks
+        outputs += [(variable, End(crossing=self._late[variable, target])) for variable, target in late.sent]
+        equations = [*before, loop, *(equation for _, equation in after)]
+        jaxpr = _compat.make_closed_jaxpr(
+            [variable for variable, _ in inputs], [atom for atom, _ in outputs], equations, self._loop.graph.jaxpr
+        )
+        at_input = {end.position: number for number, (_, end) in enumerate(inputs) if end.crossing is None}
+        at_output = {end.position: number for number, (_, end) in enumerate(outputs) if end.crossing is None}
+        pairs = tuple(
+            (at_input[leaf], at_output[output]) for leaf, output in self._pairs.items() if self._owners[leaf] == stage
+        )
+        return StageProgram(
+            jaxpr,
+            len(before),
+            tuple(end for _, end in inputs),
+            tuple(end for _, end in outputs),
+            tuple(self._bodies[stage].parts),
+            tuple(segments.of_equation(equation, stage) for _, equation in after),
+            pairs,
+            len(self._bodies[stage].sums),
+        )
+
+    def _loop_equation(self, stage: int, inputs: list[tuple[Any, End]]) -> tuple[Any, list[tuple[Any, End]]]:
+        """The stage's own loop; stacks of received values join its inputs, stacks of sent ones are returned."""
+        loop, body, late = self._loop.loop, self._bodies[stage], self._updates.stages[stage]
+        consts, carries = _compat.scan_arity(loop.equation.params)
+        read = [value for value in self._loop.body.inputs if value in body.inputs]
+        fixed = set(self._loop.body.inputs[:consts])
+        carried = {self._loop.body.inputs[consts + number]: number for number in body.sums}
+        fixed_read = [v for v in read if v in fixed]
+        rows = [v for v in read if v not in fixed and v not in carried]
+        operands = [self._operands[v] for v in fixed_read]
+        invars = [self._inner_of[v] for v in fixed_read]
+        outvars, results = [], []
+        for value, number in sorted(carried.items(), key=lambda pair: pair[1]):
+            old, new = body.sums[number]
+            operands.append(self._operands[value])
+            invars.append(old)
+            outvars.append(new)
+            results.append(late.results[number])
+        operands += [self._operands[v] for v in rows]
+        invars += [self._inner_of[v] for v in rows]
+        for value, _ in sorted(body.received):
+            crossing = self._micro[value, stage]
+            stack = self._stack(self._made[value].aval)
+            inputs.append((stack, End(crossing=crossing)))
+            operands.append(stack)
+            invars.append(self._made[value])
+        for number, atom in sorted(body.stacked.items()):
+            outvars.append(atom)
+            results.append(late.results[number])
+        stacks = []
+        for value, target in sorted(body.sent):
+            outvars.append(self._made[value])
+            stack = self._stack(self._made[value].aval)
+            results.append(stack)
+            stacks.append((stack, End(crossing=self._micro[value, target])))
+        closed = _compat.make_closed_jaxpr(invars, outvars, body.equations, self._loop.body.jaxpr)
+        arity = (len(fixed_read), len(carried))
+        return _compat.scan_equation(loop.equation, operands, results, closed, arity), stacks
+
+    def _stack(self, aval: Any) -> Any:
+        """A variable for the values of all microbatches."""
+        return _compat.Var(_compat.aval_of(jax.ShapeDtypeStruct((self._loop.count, *aval.shape), aval.dtype)))
+
+
+def _in(atom: Any, variables: set[Any]) -> bool:
+    return isinstance(atom, _compat.Literal) or atom in variables
+
+
+class _Segments:
+    """Counts, for what is made after the microbatches, how many stages it has come by."""
+
+    def __init__(self, updates: Updates) -> None:
+        self._stages: tuple[Late, ...] = updates.stages
+        self._floating = updates.floating
+        self._makers = [{v: e for _, e in late.equations for v in e.outvars} for late in updates.stages]
+        self._known: dict[tuple[Any, int], int] = {}
+
+    def of(self, variable: Any, stage: int) -> int:
+        """The segment of a stage in which a variable is there."""
+        key = (variable, stage)
+        if key not in self._known:
+            late = self._stages[stage]
+            if variable in late.received:
+                self._known[key] = 1 + self.of(variable, late.received[variable])
+            elif (equation := self._makers[stage].get(variable)) is not None:
+                self._known[key] = self.of_equation(equation, stage)
+            elif variable in self._floating:
+                self._known[key] = self.of_equation(self._floating[variable][1], stage)
+            else:
+                self._known[key] = 0
+        return self._known[key]
+
+    def of_equation(self, equation: Any, stage: int) -> int:
+        """The segment in which a stage can run an equation."""
+        atoms = [atom for atom in equation.invars if not isinstance(atom, _compat.Literal)]
+        return max((self.of(atom, stage) for atom in atoms), default=0)
+
+
+def operators_after(program: StageProgram, operators: Sequence[Operator]) -> Sequence[Operator]:
+    """Of the operators of a stage's graph, those after the loop."""
+    return operators[program.loop + 1 :]
