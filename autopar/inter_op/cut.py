@@ -4,90 +4,22 @@ Each stage's program is an ordinary one – before, a loop over microbatches, af
 the stage's own mesh as it would lay out a whole step.  What other stages make enters as inputs, what they read leaves as
 outputs; values of a microbatch stand in both as stacks over the microbatches, which the loop takes apart and puts together.
 At run time no such stack exists: the loop's passes are executables of their own, and each value crosses when it is made.
-
-    crossing   START   a leaf of the state, to another stage that reads it as well, before anything else
-               MICRO   a value of one microbatch, after the pass that makes it
-               LATE    a value made after the microbatches
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import jax
 
 from autopar import _compat
-from autopar.graph.ir import Operator
 from autopar.inter_op.looped import Looped
 from autopar.inter_op.placing import place
 from autopar.inter_op.stage_body import Body, stage_bodies
 from autopar.inter_op.stage_update import Late, Updates, sources_of
-from autopar.schedule.instructions import Part
-
-
-class Passing(Enum):
-    """When a value crosses from stage to stage."""
-
-    START = "start"
-    MICRO = "micro"
-    LATE = "late"
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """One value that passes from a stage to another; of a MICRO one, ``part`` is the pass that makes it.
-
-    ``segment`` is that of the AFTER part that makes a LATE one; ``leaf`` the input position of a START one.
-    """
-
-    number: int
-    passing: Passing
-    source: int
-    target: int
-    shape: tuple[int, ...]
-    dtype: str
-    size_bytes: int
-    part: Part = Part.BEFORE
-    segment: int = 0
-    leaf: int = -1
-
-
-@dataclass(frozen=True)
-class End:
-    """What an input or output of a stage's program is: a leaf of the step (``crossing`` is None) or a crossing."""
-
-    position: int = -1
-    crossing: Crossing | None = None
-
-
-@dataclass(frozen=True)
-class StageProgram:
-    """One stage as a program: ``jaxpr`` is closed; its equation number ``loop`` is the loop over microbatches.
-
-    ``parts`` are the passes of the loop body's equations, ``segments`` those of the equations after the loop.
-    ``state_pairs`` are (input, output) positions of the state leaves that live here.
-    """
-
-    jaxpr: Any
-    loop: int
-    inputs: tuple[End, ...]
-    outputs: tuple[End, ...]
-    parts: tuple[Part, ...]
-    segments: tuple[int, ...]
-    state_pairs: tuple[tuple[int, int], ...]
-    carries: int
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A step cut into stages; ``owners`` says for each leaf of the state (input position) on which stage it lives."""
-
-    stages: tuple[StageProgram, ...]
-    crossings: tuple[Crossing, ...]
-    owners: dict[int, int]
+from autopar.schedule.stage_program import Crossing, Cut, End, Passing, StageProgram
 
 
 def cut(loop: Looped, state_pairs: Sequence[tuple[int, int]], cuts: Sequence[int]) -> Cut:
@@ -108,9 +40,7 @@ class _Needs:
 class _Assembly:
     """Owns the numbers of the crossings, and which stage each leaf lives on."""
 
-    def __init__(
-        self, loop: Looped, bodies: tuple[Body, ...], updates: Updates, state_pairs: dict[int, int]
-    ) -> None:
+    def __init__(self, loop: Looped, bodies: tuple[Body, ...], updates: Updates, state_pairs: dict[int, int]) -> None:
         self._loop, self._bodies, self._updates, self._pairs = loop, bodies, updates, state_pairs
         self._jaxpr = _compat.jaxpr_of(loop.graph.jaxpr)
         self._positions = {variable: position for position, variable in enumerate(self._jaxpr.invars)}
@@ -181,9 +111,7 @@ class _Assembly:
         size = _compat.item_bytes(aval.dtype)
         for extent in aval.shape:
             size *= extent
-        one = Crossing(
-            len(self._crossings), passing, source, target, tuple(aval.shape), str(aval.dtype), size, **rest
-        )
+        one = Crossing(len(self._crossings), passing, source, target, tuple(aval.shape), str(aval.dtype), size, **rest)
         self._crossings.append(one)
         return one
 
@@ -202,7 +130,7 @@ class _Assembly:
         before = [equation for number, equation in sorted(needs.equations.items()) if number < self._loop.position]
         after = sorted(
             late.equations + [(float(n), e) for n, e in needs.equations.items() if n > self._loop.position],
-            key=lambda entry: entry[0],
+            key=lambda entry: (segments.of_equation(entry[1], stage), entry[0]),
         )
         outputs = [(atom, End(position)) for position, atom in sorted(late.outputs.items())]
         outputs += stacks
@@ -303,8 +231,3 @@ class _Segments:
         """The segment in which a stage can run an equation."""
         atoms = [atom for atom in equation.invars if not isinstance(atom, _compat.Literal)]
         return max((self.of(atom, stage) for atom in atoms), default=0)
-
-
-def operators_after(program: StageProgram, operators: Sequence[Operator]) -> Sequence[Operator]:
-    """Of the operators of a stage's graph, those after the loop."""
-    return operators[program.loop + 1 :]

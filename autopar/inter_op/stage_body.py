@@ -31,7 +31,7 @@ ADDS = frozenset(("add", "add_any"))
 class Body:
     """What one stage does of a microbatch; values are those of the whole body's graph, by id.
 
-    ``equations`` are in the order of the program, ``parts`` says in which pass each runs. ``inputs`` are the inputs of
+    ``equations`` are in the order of the program, those of the forward pass first; ``parts`` says in which pass each runs. ``inputs`` are the inputs of
     the whole body that are read. ``received`` and ``sent`` are values by (value, other stage). ``sums`` are the
     accumulators by their number: (variable of the old, of the new value).
     """
@@ -198,7 +198,7 @@ class _Bodies:
     # --- order ---
 
     def _finish(self, stage: int, body: Body) -> None:
-        """Put the equations in the order of the program."""
+        """Put the equations in the order of the program, the forward pass first (it reads nothing of the backward pass)."""
         operators = {operator.id: operator for operator in self._graph.operators}
         keyed = [
             (float(self._order[identity]), operators[identity].equation, part)
@@ -211,7 +211,7 @@ class _Bodies:
             )
             keyed.append((float(self._order[identity]), guard, Part.BACKWARD))
         keyed += self._extra[stage]
-        keyed.sort(key=lambda entry: entry[0])
+        keyed.sort(key=lambda entry: (entry[2] is Part.BACKWARD, entry[0]))
         body.equations = [equation for _, equation, _ in keyed]
         body.parts = [part for _, _, part in keyed]
 

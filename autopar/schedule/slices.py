@@ -1,0 +1,298 @@
+"""From the one list of steps of a stage to its executables: which steps each runs, what it reads and what it leaves.
+
+The list that :func:`autopar.schedule.spmd.lower` makes of a stage's program is cut where its parts meet:
+
+    steps before the loop │ steps of the loop's body: forward │ backward │ steps after it: segment 0 │ 1 │ …
+
+An array that one executable leaves for another has a *place*: made once in a step, once per microbatch, or an accumulator,
+which one executable takes and gives back increased, microbatch after microbatch.  A partial sum may cross from executable to
+executable of its stage as it is, each device keeping its summand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from autopar import _compat
+from autopar.graph.build import LoopKind
+from autopar.graph.ir import Operator
+from autopar.schedule.instructions import Part
+from autopar.schedule.spmd import Buffer, Reshard, Run, SpmdProgram, Step
+from autopar.schedule.stage_program import Passing, StageProgram
+
+
+class Scope(Enum):
+    """How often an array of a place is there in a step."""
+
+    ONCE = "once"
+    MICROBATCH = "microbatch"
+    SUM = "sum"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an array lies between executables of one stage; ``number`` is that of the accumulator, for SUM."""
+
+    scope: Scope
+    buffer: Buffer
+    number: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """An array that an executable reads as ``buffer``; with ``is_stacked`` from the places of all microbatches at once."""
+
+    buffer: Buffer
+    place: Place
+    is_stacked: bool = False
+
+
+@dataclass(frozen=True)
+class Executable:
+    """Some steps of a stage: one call reads ``arguments`` and leaves ``results`` (each a buffer and its place)."""
+
+    part: Part
+    segment: int
+    program: SpmdProgram
+    steps: tuple[Step, ...]
+    arguments: tuple[Argument, ...]
+    results: tuple[tuple[Buffer, Place], ...]
+    donated: tuple[int, ...] = ()
+    """Positions of arguments that results take the memory of, each an accumulator or a leaf of the state."""
+
+
+@dataclass(frozen=True)
+class Slices:
+    """The executables of a stage, and where what comes from outside and goes outside lies.
+
+    ``inputs`` and ``outputs`` run parallel to those of the stage's program; an output is None where it is a literal. A row of
+    a batch leaf, or the number of the microbatch, is an input of its own: ``rows`` are (input, or None for the number; place).
+    """
+
+    program: SpmdProgram
+    executables: tuple[Executable, ...]
+    inputs: tuple[Place, ...]
+    outputs: tuple[Place | None, ...]
+    rows: tuple[tuple[int | None, Place], ...]
+
+    def executable(self, part: Part, segment: int = 0) -> Executable | None:
+        """The executable of a part, if the stage has one."""
+        return next((one for one in self.executables if one.part is part and one.segment == segment), None)
+
+
+def slices_of(stage: StageProgram, program: SpmdProgram) -> Slices:
+    """Cut the steps of a lowered stage into executables."""
+    return _Slicing(stage, program).make()
+
+
+class _Slicing:
+    """Owns the places of the arrays of one stage."""
+
+    def __init__(self, stage: StageProgram, program: SpmdProgram) -> None:
+        self._stage, self._program = stage, program
+        loop = program.graph.operators[stage.loop]
+        assert loop.primitive == LoopKind.SCAN
+        self._at = next(k for k, s in enumerate(program.steps) if isinstance(s, Run) and s.operator is loop)
+        run = program.steps[self._at]
+        assert isinstance(run, Run)
+        self._run = run
+        self._body = run.bodies[0]
+        self._consts, self._carries = _compat.scan_arity(loop.equation.params)
+        self._inside: dict[Buffer, Place] = {}
+        self._outside: dict[Buffer, Argument] = {}
+
+    def make(self) -> Slices:
+        stage, program = self._stage, self._program
+        for buffer in program.inputs:
+            self._outside[buffer] = Argument(buffer, Place(Scope.ONCE, buffer))
+        rows, micro_inputs = self._place_loop()
+        micro_outputs = self._place_results()
+        forward, backward = self._passes()
+        before = program.steps[: self._at]
+        late = self._late_steps()
+        wanted: set[Buffer] = {b for buffers in late.values() for b in _reads(buffers)}
+        wanted |= {buffer for buffer in program.outputs if buffer is not None}
+        wanted |= {buffer for buffer in self._run.operands if buffer is not None and self._is_read_inside(buffer)}
+        executables = [self._executable(Part.BEFORE, 0, before, wanted)]
+        leaving = {buffer for buffer in self._body.outputs if buffer is not None}
+        executables.append(self._executable(Part.FORWARD, 0, forward, leaving | _reads(backward)))
+        executables.append(self._executable(Part.BACKWARD, 0, backward, leaving))
+        later: set[Buffer] = {buffer for buffer in program.outputs if buffer is not None}
+        late_made = []
+        for segment in sorted(late, reverse=True):
+            late_made.append(self._executable(Part.AFTER, segment, late[segment], later))
+            later = later | _reads(late[segment])
+        executables += late_made[::-1]
+        outputs = tuple(
+            micro_outputs.get(number, None if buffer is None else self._outside[buffer].place)
+            for number, buffer in enumerate(program.outputs)
+        )
+        inputs = tuple(
+            micro_inputs.get(number, self._outside[buffer].place) for number, buffer in enumerate(program.inputs)
+        )
+        donated = [self._with_donations(one, inputs, outputs) for one in executables if one.steps]
+        return Slices(program, tuple(donated), inputs, outputs, rows)
+
+    # --- places ---
+
+    def _place_loop(self) -> tuple[tuple[tuple[int | None, Place], ...], dict[int, Place]]:
+        """Say where the inputs of the loop's body lie; returns rows of batch leaves, and places of what is received."""
+        stage, program = self._stage, self._program
+        position_of = {buffer.value: number for number, buffer in enumerate(program.inputs)}
+        rows: list[tuple[int | None, Place]] = []
+        received: dict[int, Place] = {}
+        for number, (inner, outer) in enumerate(zip(self._body.inputs, self._run.operands, strict=True)):
+            assert outer is not None
+            if number < self._consts:
+                self._inside[inner] = Place(Scope.ONCE, outer)
+            elif number < self._consts + self._carries:
+                self._inside[inner] = Place(Scope.SUM, inner, number - self._consts)
+            else:
+                self._inside[inner] = place = Place(Scope.MICROBATCH, inner)
+                source = position_of.get(outer.value)
+                if source is not None and stage.inputs[source].crossing is not None:
+                    received[source] = place
+                else:
+                    rows.append((source, place))
+        return tuple(rows), received
+
+    def _place_results(self) -> dict[int, Place]:
+        """Say where the loop's results lie; returns the places of what is sent microbatch by microbatch, by output."""
+        program, body = self._program, self._body
+        sent = {
+            atom: number
+            for number, (atom, end) in enumerate(zip(program.graph.outputs, self._stage.outputs, strict=True))
+            if end.crossing is not None and end.crossing.passing is Passing.MICRO
+        }
+        found: dict[int, Place] = {}
+        for number, (inner, outer) in enumerate(zip(body.outputs, self._run.results, strict=True)):
+            assert inner is not None
+            if number < self._carries:
+                place = Place(Scope.SUM, body.inputs[self._consts + number], number)
+                self._outside[outer] = Argument(outer, place)
+                continue
+            place = self._inside.setdefault(inner, Place(Scope.MICROBATCH, inner))
+            self._outside[outer] = Argument(outer, place, is_stacked=True)
+            if outer.value in sent:
+                found[sent[outer.value]] = place
+        return found
+
+    def _is_read_inside(self, outer: Buffer) -> bool:
+        """Whether the loop reads an operand other than as a stack that is taken apart for it."""
+        operands = self._run.operands[: self._consts + self._carries]
+        return outer in operands
+
+    # --- steps ---
+
+    def _passes(self) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+        parts = dict(zip((o.id for o in self._body.graph.operators), self._stage.parts, strict=True))
+        split = _first(self._body.steps, lambda cause: parts[cause.id] is Part.BACKWARD)
+        forward, rest = list(self._body.steps[:split]), self._body.steps[split:]
+        known = _made(forward) | set(self._body.inputs)
+        backward: list[Step] = []
+        for step in rest:  # what brings a result of the forward pass to its end
+            is_forward = isinstance(step, Reshard) and step.cause is None and step.source in known
+            (forward if is_forward else backward).append(step)
+        return tuple(forward), tuple(backward)
+
+    def _late_steps(self) -> dict[int, tuple[Step, ...]]:
+        graph = self._program.graph
+        after = graph.operators[self._stage.loop + 1 :]
+        segment_of = dict(zip((o.id for o in after), self._stage.segments, strict=True))
+        there: dict[Buffer, int] = {}
+        found: dict[int, list[Step]] = {}
+        for end, buffer in zip(self._stage.inputs, self._program.inputs, strict=True):
+            if end.crossing is not None and end.crossing.passing is Passing.LATE:
+                there[buffer] = end.crossing.segment + 1
+        for step in self._program.steps[self._at + 1 :]:
+            cause = step.operator if isinstance(step, Run) else step.cause
+            segment = 0 if cause is None else segment_of[cause.id]
+            segment = max([segment, *(there.get(buffer, 0) for buffer in _read(step))])
+            there.update(dict.fromkeys(_written(step), segment))
+            found.setdefault(segment, []).append(step)
+        return {segment: tuple(steps) for segment, steps in found.items()}
+
+    def _executable(self, part: Part, segment: int, steps: tuple[Step, ...], wanted: set[Buffer]) -> Executable:
+        """The steps that what is wanted needs, with what they read and what they leave."""
+        kept: list[Step] = []
+        needed = set(wanted)
+        for step in reversed(steps):
+            has_effects = isinstance(step, Run) and bool(step.operator.equation.effects)
+            if has_effects or not needed.isdisjoint(_written(step)):
+                kept.append(step)
+                needed |= _read(step)
+        kept.reverse()
+        made = _made(kept)
+        reads = list(dict.fromkeys(buffer for step in kept for buffer in _in_order(step) if buffer not in made))
+        inner = part.per_microbatch
+        arguments = tuple(self._argument(buffer, inner) for buffer in reads)
+        leaves = [b for b in dict.fromkeys(b for step in kept for b in _written(step)) if b in wanted]
+        results = [(buffer, self._result(buffer, inner)) for buffer in leaves]
+        if inner:
+            results = self._with_sums(results)
+        return Executable(part, segment, self._body if inner else self._program, tuple(kept), arguments, tuple(results))
+
+    def _argument(self, buffer: Buffer, inner: bool) -> Argument:
+        if inner:
+            return Argument(buffer, self._inside.setdefault(buffer, Place(Scope.MICROBATCH, buffer)))
+        return self._outside[buffer]
+
+    def _result(self, buffer: Buffer, inner: bool) -> Place:
+        if inner:
+            return self._inside.setdefault(buffer, Place(Scope.MICROBATCH, buffer))
+        return self._outside.setdefault(buffer, Argument(buffer, Place(Scope.ONCE, buffer))).place
+
+    def _with_sums(self, results: list[tuple[Buffer, Place]]) -> list[tuple[Buffer, Place]]:
+        """The new value of an accumulator lies where the old one lay."""
+        number_of = {new: number for number, new in enumerate(self._body.outputs[: self._carries])}
+        placed = []
+        for buffer, place in results:
+            if (number := number_of.get(buffer)) is not None:
+                place = Place(Scope.SUM, self._body.inputs[self._consts + number], number)
+            placed.append((buffer, place))
+        return placed
+
+    def _with_donations(self, one: Executable, inputs: Sequence[Place], outputs: Sequence[Place | None]) -> Executable:
+        """Accumulators are increased in place; a leaf's next value takes the leaf's memory where it is made."""
+        position = {argument.place: k for k, argument in enumerate(one.arguments) if not argument.is_stacked}
+        given = {place for _, place in one.results}
+        donated = [position[p] for _, p in one.results if p.scope is Scope.SUM and p in position]
+        for source, output in self._stage.state_pairs:
+            leaf, new = inputs[source], outputs[output]
+            if new in given and leaf in position and leaf.buffer.layout == new.buffer.layout:
+                donated.append(position[leaf])
+        return replace(one, donated=tuple(sorted(set(donated))))
+
+
+def _first(steps: Sequence[Step], is_meant: Any) -> int:
+    """Number of the first step whose operator is meant, or how many there are."""
+    for number, step in enumerate(steps):
+        cause: Operator | None = step.operator if isinstance(step, Run) else step.cause
+        if cause is None or is_meant(cause):
+            return number
+    return len(steps)
+
+
+def _in_order(step: Step) -> list[Buffer]:
+    if isinstance(step, Reshard):
+        return [step.source]
+    return [buffer for buffer in step.operands if buffer is not None]
+
+
+def _read(step: Step) -> set[Buffer]:
+    return set(_in_order(step))
+
+
+def _written(step: Step) -> tuple[Buffer, ...]:
+    return (step.target,) if isinstance(step, Reshard) else step.results
+
+
+def _reads(steps: Iterable[Step]) -> set[Buffer]:
+    return {buffer for step in steps for buffer in _in_order(step)}
+
+
+def _made(steps: Iterable[Step]) -> set[Buffer]:
+    return {buffer for step in steps for buffer in _written(step)}
