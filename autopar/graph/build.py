@@ -50,6 +50,18 @@ def build_graph(closed_jaxpr: Any, *, platform: str) -> Graph:
     return _Builder(rules).graph(closed_jaxpr, trips=1, phase=None)
 
 
+def avals_of(graph: Graph) -> dict[int, Any]:
+    """The abstract array of every value of the tree, by id."""
+    jaxpr = _compat.jaxpr_of(graph.jaxpr)
+    found = dict(zip(graph.inputs, (variable.aval for variable in jaxpr.invars), strict=True))
+    found.update(zip(graph.constants, (variable.aval for variable in jaxpr.constvars), strict=True))
+    for operator in graph.operators:
+        found.update(zip(operator.results, (variable.aval for variable in operator.equation.outvars), strict=True))
+        for body in operator.bodies:
+            found.update(avals_of(body))
+    return found
+
+
 def bodies_of(equation: Any) -> tuple[tuple[Any, int], ...]:
     """The closed jaxprs that an equation runs, each with its number of trips; empty for an ordinary operator."""
     params = equation.params

@@ -8,7 +8,7 @@ At run time no such stack exists: the loop's passes are executables of their own
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,14 +128,11 @@ class _Assembly:
         loop, stacks = self._loop_equation(stage, inputs)
         inputs += [(v, End(crossing=self._late[v, stage])) for v in late.received]
         before = [equation for number, equation in sorted(needs.equations.items()) if number < self._loop.position]
-        after = sorted(
-            late.equations + [(float(n), e) for n, e in needs.equations.items() if n > self._loop.position],
-            key=lambda entry: (segments.of_equation(entry[1], stage), entry[0]),
-        )
+        after = segments.in_order(stage, {n: e for n, e in needs.equations.items() if n > self._loop.position})
         outputs = [(atom, End(position)) for position, atom in sorted(late.outputs.items())]
         outputs += stacks
         outputs += [(variable, End(crossing=self._late[variable, target])) for variable, target in late.sent]
-        equations = [*before, loop, *(equation for _, equation in after)]
+        equations = [*before, loop, *(equation for equation, _ in after)]
         jaxpr = _compat.make_closed_jaxpr(
             [variable for variable, _ in inputs], [atom for atom, _ in outputs], equations, self._loop.graph.jaxpr
         )
@@ -150,7 +147,7 @@ class _Assembly:
             tuple(end for _, end in inputs),
             tuple(end for _, end in outputs),
             tuple(self._bodies[stage].parts),
-            tuple(segments.of_equation(equation, stage) for _, equation in after),
+            tuple(segment for _, segment in after),
             pairs,
             len(self._bodies[stage].sums),
         )
@@ -231,3 +228,26 @@ class _Segments:
         """The segment in which a stage can run an equation."""
         atoms = [atom for atom in equation.invars if not isinstance(atom, _compat.Literal)]
         return max((self.of(atom, stage) for atom in atoms), default=0)
+
+    def in_order(self, stage: int, anywhere: Mapping[int, Any]) -> list[tuple[Any, int]]:
+        """A stage's equations after the loop with their segments, segment by segment.
+
+        What could be computed ``anywhere`` (equations by number) is so when it is read first, not before.
+        """
+        entries = [(order, equation, True) for order, equation in self._stages[stage].equations]
+        entries += [(float(number), equation, False) for number, equation in anywhere.items()]
+        entries.sort(key=lambda entry: entry[0])
+        last = max((self.of_equation(equation, stage) for _, equation, _ in entries), default=0)
+        wanted: dict[Any, int] = {}
+        placed = []
+        for order, equation, is_held in reversed(entries):
+            segment = self.of_equation(equation, stage)
+            if not is_held:
+                segment = max(segment, min((wanted.get(v, last) for v in equation.outvars), default=last))
+            for atom in equation.invars:
+                if not isinstance(atom, _compat.Literal):
+                    wanted[atom] = min(segment, wanted.get(atom, last))
+            placed.append((segment, order, equation))
+        placed.reverse()
+        placed.sort(key=lambda entry: entry[:2])
+        return [(equation, segment) for segment, _, equation in placed]

@@ -7,7 +7,7 @@ of one device, each collective is one that the plan asked for.  Loops and branch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from autopar.graph.build import LoopKind
 from autopar.runtime.collectives import apply_moves
 from autopar.schedule.local_ops import run_local
 from autopar.schedule.reshard import replicated
-from autopar.schedule.spmd import Buffer, Reshard, Run, SpmdProgram
+from autopar.schedule.spmd import Buffer, Reshard, Run, SpmdProgram, Step
 
 
 def interpret(program: SpmdProgram, arguments: Sequence[jax.Array]) -> list[jax.Array]:
@@ -27,8 +27,17 @@ def interpret(program: SpmdProgram, arguments: Sequence[jax.Array]) -> list[jax.
     graph, jaxpr = program.graph, _compat.jaxpr_of(program.graph.jaxpr)
     for value, constant in zip(graph.constants, _compat.consts_of(graph.jaxpr), strict=True):
         at_hand[Buffer(value, replicated(len(program.values[value].shape)))] = constant
-    last_use = _last_uses(program)
-    for number, step in enumerate(program.steps):
+    run_steps(program, program.steps, at_hand, [buffer for buffer in program.outputs if buffer is not None])
+    return [
+        _literal(atom) if buffer is None else at_hand[buffer]
+        for atom, buffer in zip(jaxpr.outvars, program.outputs, strict=True)
+    ]
+
+
+def run_steps(program: SpmdProgram, steps: Sequence[Step], at_hand: dict[Buffer, Any], kept: Iterable[Buffer]) -> None:
+    """Take some steps of a program; ``at_hand`` gains the buffers that are kept, and loses those that are read."""
+    last_use = _last_uses(steps, kept)
+    for number, step in enumerate(steps):
         if isinstance(step, Reshard):
             at_hand[step.target] = apply_moves(at_hand[step.source], step.moves, program.mesh)
         else:
@@ -39,22 +48,17 @@ def interpret(program: SpmdProgram, arguments: Sequence[jax.Array]) -> list[jax.
             at_hand.update(zip(step.results, _run(step, operands, program), strict=True))
         for buffer in last_use.get(number, ()):
             at_hand.pop(buffer, None)
-    return [
-        _literal(atom) if buffer is None else at_hand[buffer]
-        for atom, buffer in zip(jaxpr.outvars, program.outputs, strict=True)
-    ]
 
 
-def _last_uses(program: SpmdProgram) -> dict[int, list[Buffer]]:
-    """Buffers that are never read after a step; outputs are kept."""
+def _last_uses(steps: Sequence[Step], kept: Iterable[Buffer]) -> dict[int, list[Buffer]]:
+    """Buffers that are never read after a step; those to be kept are left out."""
     last: dict[Buffer, int] = {}
-    for number, step in enumerate(program.steps):
+    for number, step in enumerate(steps):
         for buffer in (step.source,) if isinstance(step, Reshard) else step.operands:
             if buffer is not None:
                 last[buffer] = number
-    for buffer in program.outputs:
-        if buffer is not None:
-            last.pop(buffer, None)
+    for buffer in kept:
+        last.pop(buffer, None)
     gone: dict[int, list[Buffer]] = {}
     for buffer, number in last.items():
         gone.setdefault(number, []).append(buffer)

@@ -11,7 +11,7 @@ executable of its stage as it is, each device keeping its summand.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -50,16 +50,25 @@ class Argument:
     is_stacked: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Result:
+    """An array that an executable leaves in a place: a buffer that its steps make, or a literal of the program."""
+
+    place: Place
+    buffer: Buffer | None
+    literal: Any = None
+
+
 @dataclass(frozen=True)
 class Executable:
-    """Some steps of a stage: one call reads ``arguments`` and leaves ``results`` (each a buffer and its place)."""
+    """Some steps of a stage: one call reads ``arguments`` and leaves ``results``."""
 
     part: Part
     segment: int
     program: SpmdProgram
     steps: tuple[Step, ...]
     arguments: tuple[Argument, ...]
-    results: tuple[tuple[Buffer, Place], ...]
+    results: tuple[Result, ...]
     donated: tuple[int, ...] = ()
     """Positions of arguments that results take the memory of, each an accumulator or a leaf of the state."""
 
@@ -103,6 +112,8 @@ class _Slicing:
         self._consts, self._carries = _compat.scan_arity(loop.equation.params)
         self._inside: dict[Buffer, Place] = {}
         self._outside: dict[Buffer, Argument] = {}
+        self._starts: list[Result] = []
+        """What the loop begins with: first values of accumulators, and literals that it reads."""
 
     def make(self) -> Slices:
         stage, program = self._stage, self._program
@@ -115,8 +126,8 @@ class _Slicing:
         late = self._late_steps()
         wanted: set[Buffer] = {b for buffers in late.values() for b in _reads(buffers)}
         wanted |= {buffer for buffer in program.outputs if buffer is not None}
-        wanted |= {buffer for buffer in self._run.operands if buffer is not None and self._is_read_inside(buffer)}
-        executables = [self._executable(Part.BEFORE, 0, before, wanted)]
+        wanted |= {buffer for buffer in self._run.operands[: self._consts] if buffer is not None}
+        executables = [self._before(before, wanted)]
         leaving = {buffer for buffer in self._body.outputs if buffer is not None}
         executables.append(self._executable(Part.FORWARD, 0, forward, leaving | _reads(backward)))
         executables.append(self._executable(Part.BACKWARD, 0, backward, leaving))
@@ -133,7 +144,7 @@ class _Slicing:
         inputs = tuple(
             micro_inputs.get(number, self._outside[buffer].place) for number, buffer in enumerate(program.inputs)
         )
-        donated = [self._with_donations(one, inputs, outputs) for one in executables if one.steps]
+        donated = [self._with_donations(one, inputs, outputs) for one in executables if one.steps or one.results]
         return Slices(program, tuple(donated), inputs, outputs, rows)
 
     # --- places ---
@@ -144,13 +155,17 @@ class _Slicing:
         position_of = {buffer.value: number for number, buffer in enumerate(program.inputs)}
         rows: list[tuple[int | None, Place]] = []
         received: dict[int, Place] = {}
+        atoms = self._run.operator.equation.invars
         for number, (inner, outer) in enumerate(zip(self._body.inputs, self._run.operands, strict=True)):
-            assert outer is not None
             if number < self._consts:
-                self._inside[inner] = Place(Scope.ONCE, outer)
+                self._inside[inner] = Place(Scope.ONCE, outer or inner)
             elif number < self._consts + self._carries:
                 self._inside[inner] = Place(Scope.SUM, inner, number - self._consts)
-            else:
+                if outer is not None:
+                    self._starts.append(Result(self._inside[inner], outer))
+            if outer is None:
+                self._starts.append(Result(self._inside[inner], None, atoms[number]))
+            elif number >= self._consts + self._carries:
                 self._inside[inner] = place = Place(Scope.MICROBATCH, inner)
                 source = position_of.get(outer.value)
                 if source is not None and stage.inputs[source].crossing is not None:
@@ -180,11 +195,6 @@ class _Slicing:
                 found[sent[outer.value]] = place
         return found
 
-    def _is_read_inside(self, outer: Buffer) -> bool:
-        """Whether the loop reads an operand other than as a stack that is taken apart for it."""
-        operands = self._run.operands[: self._consts + self._carries]
-        return outer in operands
-
     # --- steps ---
 
     def _passes(self) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
@@ -209,11 +219,21 @@ class _Slicing:
                 there[buffer] = end.crossing.segment + 1
         for step in self._program.steps[self._at + 1 :]:
             cause = step.operator if isinstance(step, Run) else step.cause
-            segment = 0 if cause is None else segment_of[cause.id]
+            segment = 0 if cause is None else segment_of.get(cause.id, 0)
             segment = max([segment, *(there.get(buffer, 0) for buffer in _read(step))])
             there.update(dict.fromkeys(_written(step), segment))
             found.setdefault(segment, []).append(step)
         return {segment: tuple(steps) for segment, steps in found.items()}
+
+    def _before(self, steps: tuple[Step, ...], wanted: set[Buffer]) -> Executable:
+        """What runs before the loop: accumulators get their first values, each an array of its own."""
+        starts = {start.buffer for start in self._starts if start.buffer is not None}
+        one = self._executable(Part.BEFORE, 0, steps, wanted | starts)
+        made = [result for result in one.results if result.buffer in wanted]
+        read = {argument.buffer for argument in one.arguments}
+        given = [b for b in starts if b not in _made(one.steps) and b not in read]
+        arguments = (*one.arguments, *(self._argument(buffer, inner=False) for buffer in given))
+        return replace(one, arguments=arguments, results=(*made, *self._starts))
 
     def _executable(self, part: Part, segment: int, steps: tuple[Step, ...], wanted: set[Buffer]) -> Executable:
         """The steps that what is wanted needs, with what they read and what they leave."""
@@ -230,7 +250,7 @@ class _Slicing:
         inner = part.per_microbatch
         arguments = tuple(self._argument(buffer, inner) for buffer in reads)
         leaves = [b for b in dict.fromkeys(b for step in kept for b in _written(step)) if b in wanted]
-        results = [(buffer, self._result(buffer, inner)) for buffer in leaves]
+        results = [Result(self._result(buffer, inner), buffer) for buffer in leaves]
         if inner:
             results = self._with_sums(results)
         return Executable(part, segment, self._body if inner else self._program, tuple(kept), arguments, tuple(results))
@@ -238,28 +258,31 @@ class _Slicing:
     def _argument(self, buffer: Buffer, inner: bool) -> Argument:
         if inner:
             return Argument(buffer, self._inside.setdefault(buffer, Place(Scope.MICROBATCH, buffer)))
-        return self._outside[buffer]
+        return self._outside.setdefault(buffer, Argument(buffer, Place(Scope.ONCE, buffer)))
 
     def _result(self, buffer: Buffer, inner: bool) -> Place:
         if inner:
             return self._inside.setdefault(buffer, Place(Scope.MICROBATCH, buffer))
         return self._outside.setdefault(buffer, Argument(buffer, Place(Scope.ONCE, buffer))).place
 
-    def _with_sums(self, results: list[tuple[Buffer, Place]]) -> list[tuple[Buffer, Place]]:
+    def _with_sums(self, results: list[Result]) -> list[Result]:
         """The new value of an accumulator lies where the old one lay."""
-        number_of = {new: number for number, new in enumerate(self._body.outputs[: self._carries])}
+        numbers: dict[Buffer | None, list[int]] = {}
+        for number, new in enumerate(self._body.outputs[: self._carries]):
+            numbers.setdefault(new, []).append(number)
         placed = []
-        for buffer, place in results:
-            if (number := number_of.get(buffer)) is not None:
-                place = Place(Scope.SUM, self._body.inputs[self._consts + number], number)
-            placed.append((buffer, place))
+        for result in results:
+            own = numbers.get(result.buffer, ())
+            placed += [replace(result, place=Place(Scope.SUM, self._body.inputs[self._consts + k], k)) for k in own]
+            if not own or result.buffer in self._body.outputs[self._carries :]:
+                placed.append(result)
         return placed
 
     def _with_donations(self, one: Executable, inputs: Sequence[Place], outputs: Sequence[Place | None]) -> Executable:
         """Accumulators are increased in place; a leaf's next value takes the leaf's memory where it is made."""
         position = {argument.place: k for k, argument in enumerate(one.arguments) if not argument.is_stacked}
-        given = {place for _, place in one.results}
-        donated = [position[p] for _, p in one.results if p.scope is Scope.SUM and p in position]
+        given = {result.place for result in one.results}
+        donated = [position[p] for p in given if p.scope is Scope.SUM and p in position]
         for source, output in self._stage.state_pairs:
             leaf, new = inputs[source], outputs[output]
             if new in given and leaf in position and leaf.buffer.layout == new.buffer.layout:

@@ -1,0 +1,120 @@
+"""One part of a stage, compiled: some steps of its list become one XLA executable over the stage's devices.
+
+It runs inside one ``jax.shard_map``, manual over all axes, as a whole step does.  An array that is a partial sum crosses from
+one executable to another with a leading dimension of one entry per summand, cut over the axes that it is partial over:
+
+    x = Σᵢ xᵢ on axes of size n       ⇒       array of shape (n, …), of which device i holds row i
+
+which is an ordinary sharding; no sum is taken on the way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autopar.cluster import Mesh
+from autopar.plan import Layout
+from autopar.runtime.executor import partition_spec
+from autopar.runtime.interpret import run_steps
+from autopar.schedule.slices import Executable, Result
+from autopar.schedule.spmd import Buffer
+
+
+def stored_sharding(layout: Layout, mesh: jax.sharding.Mesh) -> NamedSharding:
+    """How an array in a layout is stored between executables."""
+    return NamedSharding(mesh, _stored_spec(layout))
+
+
+def stored_shape(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[int, ...]:
+    """The shape in which an array is stored between executables (see the module docstring)."""
+    return (mesh.axis_size(*layout.partial), *shape) if layout.partial else shape
+
+
+def _stored_spec(layout: Layout) -> PartitionSpec:
+    spec = partition_spec(layout)
+    return PartitionSpec(layout.partial, *spec) if layout.partial else spec
+
+
+class StageExecutable:
+    """Owns one compiled part of a stage; calls are asynchronous, as every JAX call."""
+
+    def __init__(
+        self, executable: Executable, mesh: jax.sharding.Mesh, count: int, avals: Mapping[int, Any]
+    ) -> None:
+        """``avals`` are the abstract arrays of the stage's values, ``count`` is the number of microbatches."""
+        program = executable.program
+        self._executable = executable
+        self._count = count
+        arguments = [
+            argument for argument in executable.arguments for _ in range(count if argument.is_stacked else 1)
+        ]
+        layouts = [argument.place.buffer.layout for argument in arguments]
+        out_layouts = [result.place.buffer.layout for result in executable.results]
+        local = jax.shard_map(
+            self._local,
+            mesh=mesh,
+            in_specs=tuple(map(_stored_spec, layouts)),
+            out_specs=tuple(map(_stored_spec, out_layouts)),
+            check_vma=False,
+        )
+        jitted = jax.jit(
+            local,
+            in_shardings=tuple(stored_sharding(layout, mesh) for layout in layouts),
+            out_shardings=tuple(stored_sharding(layout, mesh) for layout in out_layouts),
+            donate_argnums=self.donated,
+            keep_unused=True,
+        )
+        self._shapes = []
+        for argument, layout in zip(arguments, layouts, strict=True):
+            aval = avals[argument.place.buffer.value]
+            shape = stored_shape(aval.shape, layout, program.mesh)
+            self._shapes.append(jax.ShapeDtypeStruct(shape, aval.dtype, sharding=stored_sharding(layout, mesh)))
+        started = time.monotonic()
+        with jax.disable_jit(False), jax.set_mesh(mesh):
+            self._compiled = jitted.lower(*self._shapes).compile()
+        self.compile_seconds = time.monotonic() - started
+
+    @property
+    def donated(self) -> tuple[int, ...]:
+        """Positions of flat arguments whose memory results take over."""
+        positions, position = [], 0
+        for number, argument in enumerate(self._executable.arguments):
+            if number in self._executable.donated:
+                positions.append(position)
+            position += self._count if argument.is_stacked else 1
+        return tuple(positions)
+
+    def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """Run; a stacked argument is given as one array per microbatch."""
+        return list(self._compiled(*arrays))
+
+    def as_text(self) -> str:
+        """The optimized HLO."""
+        return str(self._compiled.as_text())
+
+    def memory_analysis(self) -> Any:
+        """XLA's own account of bytes on one device."""
+        return self._compiled.memory_analysis()
+
+    def _local(self, *arrays: Any) -> tuple[Any, ...]:
+        executable, at_hand, rest = self._executable, {}, list(arrays)
+        for argument in executable.arguments:
+            number = self._count if argument.is_stacked else 1
+            own, rest = rest[:number], rest[number:]
+            if argument.place.buffer.layout.partial:
+                own = [array[0] for array in own]
+            at_hand[argument.buffer] = jnp.stack(own) if argument.is_stacked else own[0]
+        made = [result.buffer for result in executable.results if result.buffer is not None]
+        run_steps(executable.program, executable.steps, at_hand, made)
+        return tuple(self._stored(result, at_hand) for result in executable.results)
+
+    def _stored(self, result: Result, at_hand: Mapping[Buffer, Any]) -> Any:
+        array = jnp.asarray(result.literal.val, result.literal.aval.dtype) if result.buffer is None else at_hand[result.buffer]
+        return array[None] if result.place.buffer.layout.partial else array
+
