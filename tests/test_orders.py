@@ -1,0 +1,130 @@
+"""Schedules keep what their formulas promise, and only right orders of anybody else pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.errors import ScheduleError
+from autopar.plan import Schedule
+from autopar.schedule.instructions import Part, Task
+from autopar.schedule.orders import (
+    Order,
+    bubble_fraction,
+    chain_needs,
+    check_order,
+    in_flight,
+    make_order,
+    nominal_times,
+    promised_in_flight,
+)
+
+PIPELINES = (Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.EAGER_ONE_F_ONE_B)
+counts = st.integers(1, 8)
+schedules = st.sampled_from(PIPELINES)
+
+
+def letters(order: Order, stage: int) -> str:
+    return " ".join(f"{task.part.value[0].upper()}{task.microbatch}" for task in order.meshes[stage])
+
+
+def seconds_of(order: Order, seconds: Callable[[Task], float]) -> float:
+    times = nominal_times(order.meshes, lambda task: chain_needs(task, order.num_stages), seconds)
+    return max(time.end_seconds for time in times.values())
+
+
+def test_the_orders_by_hand() -> None:
+    order = make_order(Schedule.GPIPE, 2, 3)
+    assert [letters(order, stage) for stage in range(2)] == ["F0 F1 F2 B0 B1 B2"] * 2
+    order = make_order(Schedule.ONE_F_ONE_B, 3, 4)
+    assert letters(order, 0) == "F0 F1 F2 B0 F3 B1 B2 B3"
+    assert letters(order, 1) == "F0 F1 B0 F2 B1 F3 B2 B3"
+    assert letters(order, 2) == "F0 B0 F1 B1 F2 B2 F3 B3"
+    order = make_order(Schedule.EAGER_ONE_F_ONE_B, 3, 6)
+    assert letters(order, 0) == "F0 F1 F2 F3 F4 B0 F5 B1 B2 B3 B4 B5"
+    assert letters(order, 1) == "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5"
+    assert letters(order, 2) == "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5"
+    assert letters(make_order(Schedule.SINGLE, 1, 2), 0) == "F0 B0 F1 B1"
+
+
+@given(schedules, counts, counts)
+def test_every_task_once_and_dependencies_kept(schedule: Schedule, stages: int, microbatches: int) -> None:
+    order = make_order(schedule, stages, microbatches)
+    tasks = [task for mesh in order.meshes for task in mesh]
+    assert len(tasks) == len(set(tasks)) == 2 * stages * microbatches
+    times = nominal_times(order.meshes, lambda task: chain_needs(task, stages))
+    assert set(times) == set(tasks)
+    for task, time in times.items():
+        for needed in chain_needs(task, stages):
+            assert times[needed].end_seconds <= time.start_seconds
+
+
+@given(schedules, counts, counts)
+def test_in_flight_as_promised(schedule: Schedule, stages: int, microbatches: int) -> None:
+    order = make_order(schedule, stages, microbatches)
+    for stage in range(stages):
+        assert in_flight(order, stage) == promised_in_flight(schedule, stages, microbatches, stage)
+
+
+@given(schedules, counts, counts, st.integers(1, 9), st.integers(1, 9))
+def test_bubble_as_promised(schedule: Schedule, stages: int, microbatches: int, forward: int, backward: int) -> None:
+    order = make_order(schedule, stages, microbatches)
+    seconds = seconds_of(order, lambda task: forward if task.part is Part.FORWARD else backward)
+    assert seconds == (microbatches + stages - 1) * (forward + backward)
+    assert 1 - microbatches * (forward + backward) / seconds == pytest.approx(bubble_fraction(stages, microbatches))
+
+
+def own(*meshes: str) -> Order:
+    """An order of 2 stages from letters such as "F0 B0"."""
+    parts = {"F": Part.FORWARD, "B": Part.BACKWARD}
+    tasks = tuple(
+        tuple(Task(parts[word[0]], stage, int(word[1])) for word in mesh.split()) for stage, mesh in enumerate(meshes)
+    )
+    return Order(2, 2, tasks)
+
+
+def test_an_order_of_ones_own_passes_if_it_is_right() -> None:
+    backwards_first_in_last_out = own("F0 F1 B1 B0", "F0 F1 B1 B0")
+    assert make_order(lambda stages, microbatches: backwards_first_in_last_out, 2, 2) is backwards_first_in_last_out
+    both_on_one_mesh = Order(
+        2, 1, ((*(Task(Part.FORWARD, s, 0) for s in (0, 1)), *(Task(Part.BACKWARD, s, 0) for s in (1, 0))),)
+    )
+    check_order(both_on_one_mesh)
+    assert both_on_one_mesh.mesh_of(1) == 0
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        (own("F0 F1 B0 B1", "F0 F1 B0"), "lacks backward of stage 1, microbatch 1; add it"),
+        (own("F0 F1 B0 B1 B1", "F0 F1 B0 B1"), "backward of stage 0, microbatch 1 is in the order twice"),
+        (own("F0 F1 B0 B1 F2", "F0 F1 B0 B1"), "has forward of stage 0, microbatch 2, which does not exist"),
+        (
+            own("F0 B0 F1 B1", "F0 F1 B0 B1"),
+            "mesh 0 waits to run backward of stage 0, microbatch 0, which needs backward of stage 1, microbatch 0; mesh 1 waits",
+        ),
+        (
+            Order(1, 1, ((Task(Part.FORWARD, 0, 0),), (Task(Part.BACKWARD, 0, 0),))),
+            "on mesh 1, others of its stage on mesh 0",
+        ),
+    ],
+)
+def test_a_wrong_order_is_named(order: Order, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        check_order(order)
+
+
+def test_wrong_counts_are_refused() -> None:
+    with pytest.raises(ScheduleError, match="0 stages"):
+        make_order(Schedule.GPIPE, 0, 2)
+    with pytest.raises(ScheduleError, match="is for one stage, not 2"):
+        make_order(Schedule.SINGLE, 2, 2)
+    with pytest.raises(
+        ScheduleError, match="asked for 3 stages and 2 microbatches, the schedule gave an order of 2 and 2"
+    ):
+        make_order(lambda stages, microbatches: own("F0 F1 B0 B1", "F0 F1 B0 B1"), 3, 2)
+    with pytest.raises(ScheduleError, match="no mesh runs stage 7"):
+        in_flight(make_order(Schedule.GPIPE, 2, 2), 7)
