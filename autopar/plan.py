@@ -80,6 +80,8 @@ class Stage:
     homes: Mapping[int, Layout] = field(repr=False)
     copies: Mapping[int, Layout] = field(repr=False)
     strategies: Mapping[int, Strategy] = field(repr=False)
+    devices: tuple[int, ...] = ()
+    """Of a pipeline: the cluster's devices, row-major on the mesh; empty: all, from 0 on."""
 
     def home(self, value: int, rank: int) -> Layout:
         """Where a value of this rank lies."""
@@ -183,6 +185,8 @@ class Plan:
     solver: SolverReport
     num_microbatches: int = 1
     schedule: Schedule = Schedule.SINGLE
+    cuts: tuple[int, ...] = ()
+    """Of a pipeline: before which operators of a microbatch's forward pass stages begin (:mod:`autopar.inter_op.placing`)."""
 
     @property
     def mesh(self) -> Mesh:

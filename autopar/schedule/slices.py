@@ -92,16 +92,17 @@ class Slices:
         return next((one for one in self.executables if one.part is part and one.segment == segment), None)
 
 
-def slices_of(stage: StageProgram, program: SpmdProgram) -> Slices:
+def slices_of(stage: StageProgram, program: SpmdProgram, *, donates_state: bool = True) -> Slices:
     """Cut the steps of a lowered stage into executables."""
-    return _Slicing(stage, program).make()
+    return _Slicing(stage, program, donates_state).make()
 
 
 class _Slicing:
     """Owns the places of the arrays of one stage."""
 
-    def __init__(self, stage: StageProgram, program: SpmdProgram) -> None:
+    def __init__(self, stage: StageProgram, program: SpmdProgram, donates_state: bool) -> None:
         self._stage, self._program = stage, program
+        self._donated_pairs = stage.state_pairs if donates_state else ()
         loop = program.graph.operators[stage.loop]
         assert loop.primitive == LoopKind.SCAN
         self._at = next(k for k, s in enumerate(program.steps) if isinstance(s, Run) and s.operator is loop)
@@ -283,7 +284,7 @@ class _Slicing:
         position = {argument.place: k for k, argument in enumerate(one.arguments) if not argument.is_stacked}
         given = {result.place for result in one.results}
         donated = [position[p] for p in given if p.scope is Scope.SUM and p in position]
-        for source, output in self._stage.state_pairs:
+        for source, output in self._donated_pairs:
             leaf, new = inputs[source], outputs[output]
             if new in given and leaf in position and leaf.buffer.layout == new.buffer.layout:
                 donated.append(position[leaf])

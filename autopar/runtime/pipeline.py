@@ -1,0 +1,196 @@
+"""Run a pipeline in this process: one thread per mesh walks down that mesh's list of instructions.
+
+Calls of executables and sends return before they are carried out, so a thread runs ahead of its devices; it waits only for
+messages that no other thread has sent yet.  Whatever fails on one mesh ends the step on all of them with that one error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar import _compat
+from autopar.graph.build import avals_of
+from autopar.plan import Layout
+from autopar.runtime.collectives import apply_moves
+from autopar.runtime.cross_mesh import placed_mesh
+from autopar.runtime.executor import partition_spec
+from autopar.runtime.stage_executable import StageExecutable, stored_sharding
+from autopar.runtime.transport import InProcessTransport, Message, Transport
+from autopar.schedule.cross_mesh import CrossMeshTransfer, Placement
+from autopar.schedule.instructions import Free, Instruction, Part, Receive, Run, Send, Slot
+from autopar.schedule.pipeline import Pipeline
+
+Key = tuple[int, Part, int]
+"""Stage, part and segment of an executable."""
+
+
+class Interpreter:
+    """Carries out the list of one mesh; owns the arrays in its slots."""
+
+    def __init__(
+        self,
+        executables: Mapping[Key, StageExecutable],
+        transport: Transport,
+        finish: Mapping[int, Callable[[jax.Array], jax.Array]],
+    ) -> None:
+        """``finish`` makes, of what a transfer lands, what its readers want, where these differ."""
+        self._executables = executables
+        self._transport = transport
+        self._finish = finish
+
+    def run(self, instructions: Sequence[Instruction], arrays: dict[Slot, jax.Array]) -> dict[Slot, jax.Array]:
+        """What is left in the slots when all instructions are carried out (dispatched, that is)."""
+        for instruction in instructions:
+            match instruction:
+                case Run(task, inputs, outputs, donated):
+                    executable = self._executables[task.stage, task.part, task.segment]
+                    results = executable([arrays[slot] for slot in inputs])
+                    for position in donated:
+                        del arrays[inputs[position]]
+                    arrays.update(zip(outputs, results, strict=True))
+                case Send(transfer, microbatch, source):
+                    self._transport.send(Message(transfer, microbatch), arrays[source])
+                case Receive(transfer, microbatch, target):
+                    array = self._transport.receive(Message(transfer, microbatch))
+                    finish = self._finish.get(transfer)
+                    arrays[target] = array if finish is None else finish(array)
+                case Free(slots):
+                    for slot in slots:
+                        del arrays[slot]
+        return arrays
+
+
+class PipelineExecutor:
+    """Owns the executables of a pipeline over the devices of this process."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        transfers: Mapping[int, CrossMeshTransfer],
+        devices: Sequence[Any],
+        report_progress: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        """``transfers`` are by the number of their crossing; ``devices[i]`` is the JAX device with global id ``i``."""
+        self._pipeline = pipeline
+        started = time.monotonic()
+        self._meshes = [
+            placed_mesh(Placement(Layout(()), one.stage.mesh, one.stage.devices), devices) for one in pipeline.stages
+        ]
+        self.executables = self._compile(report_progress)
+        self._transport = InProcessTransport(transfers, devices)
+        finish = {number: _finisher(transfer, self._meshes[pipeline.crossings[number].target])
+                  for number, transfer in transfers.items() if transfer.moves}
+        self._interpreter = Interpreter(self.executables, self._transport, finish)
+        self._threads = ThreadPoolExecutor(len(pipeline.lists.lists), thread_name_prefix="autopar-mesh")
+        self.compile_seconds = time.monotonic() - started
+
+    def _compile(self, report_progress: Callable[[str], None]) -> dict[Key, StageExecutable]:
+        count = self._pipeline.order.num_microbatches
+        found: dict[Key, StageExecutable] = {}
+        for stage, lowering in enumerate(self._pipeline.stages):
+            avals = avals_of(lowering.graph)
+            for one in lowering.slices.executables:
+                report_progress(f"compiling stage {stage + 1} of {len(self._pipeline.stages)}: {one.part.value}")
+                found[stage, one.part, one.segment] = StageExecutable(one, self._meshes[stage], count, avals)
+        return found
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+        """Run one step on flat leaves; batch leaves are (N, B/N, …). Results are in the order of the step's outputs."""
+        arrays = self._given(leaves)
+        lists = self._pipeline.lists.lists
+        try:
+            futures = [self._threads.submit(self._walk, mesh, lists[mesh], arrays[mesh]) for mesh in range(len(lists))]
+            failures = [error for future in futures if (error := future.exception()) is not None]
+        finally:
+            self._transport.clear()
+        if failures:
+            raise next((error for error in failures if error.__cause__ is None), failures[0])
+        return self._results([future.result() for future in futures])
+
+    def _walk(
+        self, mesh: int, instructions: Sequence[Instruction], arrays: dict[Slot, jax.Array]
+    ) -> dict[Slot, jax.Array]:
+        try:
+            return self._interpreter.run(instructions, arrays)
+        except BaseException as error:
+            self._transport.fail(error)
+            raise
+
+    # --- what goes in and what comes out ---
+
+    def _given(self, leaves: Sequence[Any]) -> list[dict[Slot, jax.Array]]:
+        """The arrays in the slots that are given, for each mesh."""
+        given: list[dict[Slot, jax.Array]] = [{} for _ in self._pipeline.lists.lists]
+        for stage, lowering in enumerate(self._pipeline.stages):
+            mesh = self._pipeline.order.mesh_of(stage)
+            names = lowering.names
+            donated = {place for one in lowering.slices.executables for place in
+                       (one.arguments[k].place for k in one.donated)}
+            wanted = {slot for slot in self._pipeline.lists.given if slot.stage == stage}
+            for end, place in zip(lowering.program.inputs, lowering.slices.inputs, strict=True):
+                slot = Slot(stage, names[place])
+                if end.crossing is None and slot in wanted:
+                    sharding = stored_sharding(place.buffer.layout, self._meshes[stage])
+                    given[mesh][slot] = _put(leaves[end.position], sharding, keeps=place not in donated)
+            for source, place in lowering.slices.rows:
+                sharding = stored_sharding(place.buffer.layout, self._meshes[stage])
+                for number in range(self._pipeline.order.num_microbatches):
+                    row = np.int32(number)
+                    if source is not None:
+                        row = leaves[lowering.program.inputs[source].position][number]
+                    given[mesh][Slot(stage, names[place], number)] = _put(row, sharding, keeps=True)
+        return given
+
+    def _results(self, left: Sequence[dict[Slot, jax.Array]]) -> list[Any]:
+        found: dict[int, Any] = {}
+        for stage, lowering in enumerate(self._pipeline.stages):
+            mesh = self._pipeline.order.mesh_of(stage)
+            atoms = _compat.jaxpr_of(lowering.graph.jaxpr).outvars
+            ends = zip(lowering.program.outputs, lowering.slices.outputs, atoms, strict=True)
+            for end, place, atom in ends:
+                if end.crossing is None:
+                    found[end.position] = (
+                        jax.numpy.asarray(atom.val, atom.aval.dtype)
+                        if place is None
+                        else left[mesh][self._pipeline.lists.kept[stage, lowering.names[place]][0]]
+                    )
+        return [found[position] for position in sorted(found)]
+
+    # --- inspecting ---
+
+    def as_text(self) -> str:
+        """The optimized HLO of all executables, one after the other, each under a line that names it."""
+        return "\n".join(
+            f"// stage {stage}, {part.value} {segment}\n{one.as_text()}"
+            for (stage, part, segment), one in self.executables.items()
+        )
+
+
+def _put(leaf: Any, sharding: jax.sharding.NamedSharding, *, keeps: bool) -> jax.Array:
+    """The leaf on its devices; what is not kept shares no memory with what the caller has."""
+    if isinstance(leaf, jax.Array):
+        if leaf.sharding == sharding:
+            return leaf
+        if not keeps:
+            leaf = leaf.copy()
+    return jax.device_put(leaf, sharding, may_alias=None if keeps else False)
+
+
+def _finisher(transfer: CrossMeshTransfer, mesh: jax.sharding.Mesh) -> Callable[[jax.Array], jax.Array]:
+    """What brings a landed array into the layout that its readers want."""
+    local = jax.shard_map(
+        lambda piece: apply_moves(piece, transfer.moves, transfer.target.mesh),
+        mesh=mesh,
+        in_specs=partition_spec(transfer.landing),
+        out_specs=partition_spec(transfer.target.layout),
+        check_vma=False,
+    )
+    return jax.jit(local)
+
+
