@@ -23,5 +23,9 @@ class BudgetError(PlanError):
     """No plan keeps the memory of a device."""
 
 
+class TransportError(AutoparError):
+    """A value did not come from another mesh."""
+
+
 class InternalError(AutoparError):
     """A pass of this library broke a promise that the next one relies on; a bug to report, with the program at hand."""
