@@ -6,8 +6,9 @@ With ``k`` the most cells that one source device sends and ``m`` the cells of a 
     put     one ``jax.device_put`` of all cells at once, one more for those that receivers pass on
     join    one program on the target mesh: ``m`` cells of every device → its landed piece    (not if m = 1)
 
-All of it is asynchronous.  A plain ``jax.device_put`` of the whole array is so only where the pieces of source and target
-are the same; else it waits for the source, fetches it to the host and lends the host's memory to the target.
+All of it is asynchronous.  A plain ``jax.device_put`` of the whole array is so only where every device's piece goes to the
+device at the same position of a disjoint mesh of as many; there it is a little quicker, and is used.  Else it waits for
+the source, fetches it to the host and lends the host's memory to the target.
 
 The source may be donated or deleted as soon as the call has returned: ``device_put`` to another device holds on to its
 operand until it is copied, and a cell that stays on its device is copied there (``may_alias=False``, where no cut has
@@ -91,6 +92,17 @@ def _route(transfer: CrossMeshTransfer) -> _Route:
     return _Route(tuple(first), tuple(relays), tuple(map(tuple, starts)), is_whole, grid)
 
 
+def _is_one_to_one(transfer: CrossMeshTransfer) -> bool:
+    """Whether the devices of two disjoint meshes of one size hold the same pieces in the same order."""
+    source, landed = transfer.source, transfer.landed
+    return (
+        source.mesh.size == landed.mesh.size
+        and not set(source.devices) & set(landed.devices)
+        and source.pieces() == landed.pieces()
+        and all(source.piece(place) == landed.piece(place) for place in range(source.mesh.size))
+    )
+
+
 def _ratio(extents: tuple[int, ...], parts: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(extent // part for extent, part in zip(extents, parts, strict=True))
 
@@ -123,6 +135,7 @@ class Mover:
         self.landing_sharding = NamedSharding(self._target_mesh, partition_spec(transfer.landing))
         self._transfer = transfer
         self._route = _route(transfer) if transfer.tiles else None
+        self._is_one_to_one = _is_one_to_one(transfer)
         self._compiled: dict[tuple[_Part, Any, tuple[int, ...]], Callable[..., Any]] = {}
         self._lock = threading.Lock()
 
@@ -146,6 +159,8 @@ class Mover:
     def _move(self, array: jax.Array) -> jax.Array:
         if (route := self._route) is None:
             return jax.device_put(np.zeros(array.shape, array.dtype), self.landing_sharding)
+        if self._is_one_to_one:
+            return jax.device_put(array, self.landing_sharding)
         sent = [array] if route.is_whole else self._cut(array)
         target_devices = list(self._target_mesh.devices.flat)
         of_sender = [_by_position(one, self._source_mesh) for one in sent]
