@@ -185,7 +185,14 @@ def test_a_byte_enters_a_host_at_most_once_and_only_if_nobody_there_has_it(
             assert not any(
                 all(a <= c and d <= b for (a, b), (c, d) in zip(piece, box, strict=True)) for piece in there[number]
             )
+    own = {
+        device: piece_box(transfer.shape, transfer.source, position)
+        for position, device in enumerate(transfer.source.devices)
+    }
     for tile in transfer.tiles:
+        mine = own.get(tile.receiver)
+        if mine and all(a <= c and d <= b for (a, b), (c, d) in zip(mine, tile.box, strict=True)):
+            assert tile.sender == tile.receiver, "what a device has stays there"
         if tile.relayed:
             assert host(tile.sender, cluster) == host(tile.receiver, cluster)
             assert tile.sender != tile.receiver
