@@ -27,5 +27,9 @@ class ScheduleError(PlanError):
     """An order of tasks over stages is not complete, or lets meshes wait for each other for ever."""
 
 
+class TransportError(AutoparError):
+    """A value did not come from another mesh."""
+
+
 class InternalError(AutoparError):
     """A pass of this library broke a promise that the next one relies on; a bug to report, with the program at hand."""

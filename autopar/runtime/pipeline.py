@@ -84,8 +84,11 @@ class PipelineExecutor:
         ]
         self.executables = self._compile(report_progress)
         self._transport = InProcessTransport(transfers, devices)
-        finish = {number: _finisher(transfer, self._meshes[pipeline.crossings[number].target])
-                  for number, transfer in transfers.items() if transfer.moves}
+        finish = {
+            number: _finisher(transfer, self._meshes[pipeline.crossings[number].target])
+            for number, transfer in transfers.items()
+            if transfer.moves
+        }
         self._interpreter = Interpreter(self.executables, self._transport, finish)
         self._threads = ThreadPoolExecutor(len(pipeline.lists.lists), thread_name_prefix="autopar-mesh")
         self.compile_seconds = time.monotonic() - started
@@ -130,8 +133,9 @@ class PipelineExecutor:
         for stage, lowering in enumerate(self._pipeline.stages):
             mesh = self._pipeline.order.mesh_of(stage)
             names = lowering.names
-            donated = {place for one in lowering.slices.executables for place in
-                       (one.arguments[k].place for k in one.donated)}
+            donated = {
+                place for one in lowering.slices.executables for place in (one.arguments[k].place for k in one.donated)
+            }
             wanted = {slot for slot in self._pipeline.lists.given if slot.stage == stage}
             for end, place in zip(lowering.program.inputs, lowering.slices.inputs, strict=True):
                 slot = Slot(stage, names[place])
@@ -192,5 +196,3 @@ def _finisher(transfer: CrossMeshTransfer, mesh: jax.sharding.Mesh) -> Callable[
         check_vma=False,
     )
     return jax.jit(local)
-
-

@@ -44,16 +44,12 @@ def _stored_spec(layout: Layout) -> PartitionSpec:
 class StageExecutable:
     """Owns one compiled part of a stage; calls are asynchronous, as every JAX call."""
 
-    def __init__(
-        self, executable: Executable, mesh: jax.sharding.Mesh, count: int, avals: Mapping[int, Any]
-    ) -> None:
+    def __init__(self, executable: Executable, mesh: jax.sharding.Mesh, count: int, avals: Mapping[int, Any]) -> None:
         """``avals`` are the abstract arrays of the stage's values, ``count`` is the number of microbatches."""
         program = executable.program
         self._executable = executable
         self._count = count
-        arguments = [
-            argument for argument in executable.arguments for _ in range(count if argument.is_stacked else 1)
-        ]
+        arguments = [argument for argument in executable.arguments for _ in range(count if argument.is_stacked else 1)]
         layouts = [argument.place.buffer.layout for argument in arguments]
         out_layouts = [result.place.buffer.layout for result in executable.results]
         local = jax.shard_map(
@@ -115,6 +111,9 @@ class StageExecutable:
         return tuple(self._stored(result, at_hand) for result in executable.results)
 
     def _stored(self, result: Result, at_hand: Mapping[Buffer, Any]) -> Any:
-        array = jnp.asarray(result.literal.val, result.literal.aval.dtype) if result.buffer is None else at_hand[result.buffer]
+        array = (
+            jnp.asarray(result.literal.val, result.literal.aval.dtype)
+            if result.buffer is None
+            else at_hand[result.buffer]
+        )
         return array[None] if result.place.buffer.layout.partial else array
-

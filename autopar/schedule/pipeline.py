@@ -61,9 +61,7 @@ class StageLowering:
             for one in slices.executables
         )
         leaves = [
-            names[place]
-            for end, place in zip(self.program.inputs, slices.inputs, strict=True)
-            if end.crossing is None
+            names[place] for end, place in zip(self.program.inputs, slices.inputs, strict=True) if end.crossing is None
         ]
         results = [
             names[place]

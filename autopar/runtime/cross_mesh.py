@@ -1,0 +1,251 @@
+"""Carry out one transfer between meshes of one process: how do tiles get out of source shards and into landed ones?
+
+With ``k`` the most cells that one source device sends and ``m`` the cells of a landed piece:
+
+    cut     one program on the source mesh: every shard → its ``k`` cells        (not if a shard is one cell)
+    put     one ``jax.device_put`` of all cells at once, one more for those that receivers pass on
+    join    one program on the target mesh: ``m`` cells of every device → its landed piece    (not if m = 1)
+
+All of it is asynchronous.  A plain ``jax.device_put`` of the whole array is so only where every device's piece goes to the
+device at the same position of a disjoint mesh of as many; there it is a little quicker, and is used.  Else it waits for
+the source, fetches it to the host and lends the host's memory to the target.
+
+The source may be donated or deleted as soon as the call has returned: ``device_put`` to another device holds on to its
+operand until it is copied, and a cell that stays on its device is copied there (``may_alias=False``, where no cut has
+already made a copy).  Typed PRNG keys travel as their words.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autopar.errors import ClusterError, InternalError
+from autopar.runtime.collectives import is_key
+from autopar.runtime.executor import device_mesh, partition_spec
+from autopar.schedule.cross_mesh import Box, CrossMeshTransfer, Placement, piece_box
+from autopar.schedule.reshard import local_shape
+
+
+def placed_mesh(placement: Placement, devices: Sequence[Any]) -> jax.sharding.Mesh:
+    """The JAX mesh of a placement; ``devices[i]`` is the JAX device with global id ``i``.
+
+    Raises ``ClusterError`` if there are too few devices.
+    """
+    if max(placement.devices) >= len(devices):
+        raise ClusterError(
+            f"a transfer names device {max(placement.devices)}, but this process has {len(devices)} devices; plan for this "
+            "cluster"
+        )
+    return device_mesh(placement.mesh, [devices[number] for number in placement.devices])
+
+
+@dataclass(frozen=True)
+class _Route:
+    """Which cells go where; devices are positions on their meshes, a slot is the number of a cell on a device.
+
+    ``first`` and ``relays`` hold (position and slot of the sender, position and slot of the receiver); a relay's sender is a
+    position on the target mesh.  ``starts[position][slot]`` is where a cell begins in the source's shard.
+    """
+
+    first: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+    relays: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+    starts: tuple[tuple[tuple[int, ...], ...], ...]
+    is_whole: bool
+    """Whether every shard of the source is one cell."""
+    grid: tuple[int, ...]
+    """How many cells make a landed piece, in every dimension."""
+
+
+def _route(transfer: CrossMeshTransfer) -> _Route:
+    shape, cell_shape = transfer.shape, transfer.tile_shape
+    source, landed = transfer.source, transfer.landed
+    from_place = {device: place for place, device in enumerate(source.devices)}
+    to_place = {device: place for place, device in enumerate(landed.devices)}
+    grid = _ratio(local_shape(shape, landed.layout, landed.mesh), cell_shape)
+    starts: list[list[tuple[int, ...]]] = [[] for _ in source.devices]
+    first, relays = [], []
+    for tile in transfer.tiles:
+        receiver = to_place[tile.receiver]
+        to = receiver, _slot(tile.box, piece_box(shape, landed, receiver), cell_shape, grid)
+        if tile.relayed:
+            relays.append(((to_place[tile.sender], to[1]), to))
+            continue
+        sender = from_place[tile.sender]
+        begin = tuple(a - b for (a, _), (b, _) in zip(tile.box, piece_box(shape, source, sender), strict=True))
+        if begin not in starts[sender]:
+            starts[sender].append(begin)
+        first.append(((sender, starts[sender].index(begin)), to))
+    most = max(map(len, starts))
+    for own in starts:
+        own += [(0,) * len(shape)] * (most - len(own))
+    is_whole = local_shape(shape, source.layout, source.mesh) == cell_shape
+    return _Route(tuple(first), tuple(relays), tuple(map(tuple, starts)), is_whole, grid)
+
+
+def _is_one_to_one(transfer: CrossMeshTransfer) -> bool:
+    """Whether the devices of two disjoint meshes of one size hold the same pieces in the same order."""
+    source, landed = transfer.source, transfer.landed
+    return (
+        source.mesh.size == landed.mesh.size
+        and not set(source.devices) & set(landed.devices)
+        and source.pieces() == landed.pieces()
+        and all(source.piece(place) == landed.piece(place) for place in range(source.mesh.size))
+    )
+
+
+def _ratio(extents: tuple[int, ...], parts: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(extent // part for extent, part in zip(extents, parts, strict=True))
+
+
+def _slot(box: Box, piece: Box, cell_shape: tuple[int, ...], grid: tuple[int, ...]) -> int:
+    """The row-major number of a cell in a landed piece."""
+    number = 0
+    for (start, _), (origin, _), extent, count in zip(box, piece, cell_shape, grid, strict=True):
+        number = number * count + (start - origin) // extent
+    return number
+
+
+class _Part(Enum):
+    """The two programs of a transfer."""
+
+    CUT = "cut"
+    JOIN = "join"
+
+
+class Mover:
+    """Carries arrays along one transfer; safe to call from several threads.
+
+    Programs are compiled at the first array of a dtype.
+    """
+
+    def __init__(self, transfer: CrossMeshTransfer, devices: Sequence[Any]) -> None:
+        self._source_mesh = placed_mesh(transfer.source, devices)
+        self._target_mesh = placed_mesh(transfer.target, devices)
+        self.source_sharding = NamedSharding(self._source_mesh, partition_spec(transfer.source.layout))
+        self.landing_sharding = NamedSharding(self._target_mesh, partition_spec(transfer.landing))
+        self._transfer = transfer
+        self._route = _route(transfer) if transfer.tiles else None
+        self._is_one_to_one = _is_one_to_one(transfer)
+        self._compiled: dict[tuple[_Part, Any, tuple[int, ...]], Callable[..., Any]] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, array: jax.Array) -> jax.Array:
+        """The array in its landing layout on the target mesh; does not wait for it.
+
+        Raises ``InternalError`` for an array of another shape or another sharding than the transfer's source.
+        """
+        expected = self._transfer.shape
+        if array.shape != expected or not array.sharding.is_equivalent_to(self.source_sharding, array.ndim):
+            raise InternalError(
+                f"an array of shape {array.shape} lies as {array.sharding}, but its transfer begins with shape {expected} "
+                f"and {self.source_sharding}; report this with the program"
+            )
+        with jax.disable_jit(False):
+            if not is_key(array):
+                return self._move(array)
+            words = self._move(jax.random.key_data(array))
+            return jax.random.wrap_key_data(words, impl=jax.random.key_impl(array))
+
+    def _move(self, array: jax.Array) -> jax.Array:
+        if (route := self._route) is None:
+            return jax.device_put(np.zeros(array.shape, array.dtype), self.landing_sharding)
+        if self._is_one_to_one:
+            return jax.device_put(array, self.landing_sharding)
+        sent = [array] if route.is_whole else self._cut(array)
+        target_devices = list(self._target_mesh.devices.flat)
+        of_sender = [_by_position(one, self._source_mesh) for one in sent]
+        cells: dict[tuple[int, int], jax.Array] = {}
+        _put(
+            {to: of_sender[slot][position] for (position, slot), to in route.first},
+            cells,
+            target_devices,
+            may_alias=False if route.is_whole else None,
+        )
+        _put({to: cells[origin] for origin, to in route.relays}, cells, target_devices)
+        return self._join(array, cells)
+
+    def _cut(self, array: jax.Array) -> list[jax.Array]:
+        """Arrays over the source mesh, each with one cell of every device."""
+        assert self._route is not None
+        route, cell = self._route, (*self._transfer.tile_shape, *array.shape[len(self._transfer.shape) :])
+        more = len(cell) - len(self._transfer.tile_shape)
+        table = np.array([[(*start, *(0,) * more) for start in own] for own in route.starts], dtype=np.int32)
+        mesh = self._source_mesh
+
+        def local(shard: jax.Array) -> tuple[jax.Array, ...]:
+            starts = jnp.asarray(table)[lax.axis_index(mesh.axis_names)]
+            return tuple(lax.dynamic_slice(shard, list(start), cell) for start in starts)
+
+        spec, count = PartitionSpec(mesh.axis_names), table.shape[1]
+        program = self._program(_Part.CUT, local, [array], self.source_sharding.spec, (spec,) * count)
+        return list(program(array))
+
+    def _join(self, array: jax.Array, cells: dict[tuple[int, int], jax.Array]) -> jax.Array:
+        """The landed array, from the cells of every device."""
+        assert self._route is not None
+        grid, mesh = self._route.grid, self._target_mesh
+        count = int(np.prod(grid, dtype=int))
+        rows = [[cells[position, slot] for position in range(mesh.size)] for slot in range(count)]
+        if count == 1:
+            return jax.make_array_from_single_device_arrays(array.shape, self.landing_sharding, rows[0])
+        spec = PartitionSpec(mesh.axis_names)
+        cell = rows[0][0].shape
+        shape = (cell[0] * mesh.size, *cell[1:])
+        operands = [jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, spec), row) for row in rows]
+        program = self._program(
+            _Part.JOIN, lambda *parts: _concatenated(list(parts), grid), operands, spec, self.landing_sharding.spec
+        )
+        return program(*operands)
+
+    def _program(
+        self, part: _Part, local: Callable[..., Any], operands: Sequence[Any], in_spec: PartitionSpec, out_specs: Any
+    ) -> Callable[..., Any]:
+        """The compiled program of every device's part, made once for a dtype and shape."""
+        first = operands[0]
+        mesh = self._source_mesh if part is _Part.CUT else self._target_mesh
+        with self._lock:
+            if (found := self._compiled.get((part, first.dtype, first.shape))) is None:
+                in_specs = (in_spec,) * len(operands)
+                program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+                wanted = [jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=one.sharding) for one in operands]
+                with jax.set_mesh(mesh):  # the one in scope may be the user's
+                    found = jax.jit(program).lower(*wanted).compile()
+                self._compiled[part, first.dtype, first.shape] = found
+        return found
+
+
+def _by_position(array: jax.Array, mesh: jax.sharding.Mesh) -> list[jax.Array]:
+    """The shards of an array in the order of a mesh."""
+    shards = {shard.device: shard.data for shard in array.addressable_shards}
+    return [shards[device] for device in mesh.devices.flat]
+
+
+def _put(
+    sent: dict[tuple[int, int], jax.Array],
+    cells: dict[tuple[int, int], jax.Array],
+    target_devices: list[Any],
+    *,
+    may_alias: bool | None = None,
+) -> None:
+    """Put cells, by the position and slot of their receivers, on those; all at once."""
+    if sent:
+        to = [target_devices[position] for position, _ in sent]
+        cells.update(zip(sent, jax.device_put(list(sent.values()), to, may_alias=may_alias), strict=True))
+
+
+def _concatenated(cells: list[jax.Array], grid: tuple[int, ...]) -> jax.Array:
+    """The cells of a grid in row-major order as one array."""
+    for dim in reversed(range(len(grid))):
+        if (count := grid[dim]) > 1:
+            cells = [jnp.concatenate(cells[n : n + count], axis=dim) for n in range(0, len(cells), count)]
+    return cells[0]
