@@ -188,14 +188,25 @@ def part_seconds(forward: float, backward: float) -> Work:
     return Work(lambda task: {Part.FORWARD: forward, Part.BACKWARD: backward}.get(task.part, 0.0))
 
 
-@given(st.sampled_from(PIPELINES), counts, counts, st.integers(1, 5), st.integers(1, 5), st.sampled_from(Transport))
+@given(st.sampled_from(PIPELINES), counts, counts, st.integers(1, 5), st.integers(1, 5))
 def test_equal_stages_take_what_the_formula_says(
-    schedule: Schedule, stages: int, microbatches: int, forward: int, backward: int, transport: Transport
+    schedule: Schedule, stages: int, microbatches: int, forward: int, backward: int
 ) -> None:
     lists = pipeline(schedule, stages, microbatches)
-    done = simulate(lists, part_seconds(forward, backward), Machine((Processor(),) * stages), transport)
+    done = simulate(lists, part_seconds(forward, backward), Machine((Processor(),) * stages))
     assert done.step_seconds == (microbatches + stages - 1) * (forward + backward)
     assert done.busy_seconds == (microbatches * (forward + backward),) * stages
+
+
+@given(st.sampled_from(PIPELINES), counts, counts, st.integers(1, 5))
+def test_blocking_costs_nothing_where_times_are_nominal(
+    schedule: Schedule, stages: int, microbatches: int, forward: int
+) -> None:
+    """Lists have the meetings of tasks that take 1 and 2; where they take that, no mesh waits at one."""
+    lists = pipeline(schedule, stages, microbatches)
+    machine = Machine((Processor(),) * stages)
+    done = simulate(lists, part_seconds(forward, 2 * forward), machine, Transport.BLOCKING)
+    assert done.step_seconds == (microbatches + stages - 1) * 3 * forward
 
 
 @given(st.sampled_from(PIPELINES), counts, counts)
