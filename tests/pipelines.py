@@ -106,6 +106,7 @@ def random_pipeline(random: Random, num_stages: int) -> tuple[list[StageInterfac
             drawn.write(stage, Part.AFTER, segment)
     for _ in range(random.randint(num_stages, 4 * num_stages) if num_stages > 1 else 0):
         _exchange(drawn, *random.sample(stages, 2))
+    random.shuffle(drawn.passages)
     return [_interface(drawn, stage) for stage in stages], drawn.passages
 
 

@@ -334,6 +334,20 @@ def test_only_what_is_joined_changes_its_rate() -> None:
     assert done == [(0, 1.0), (2, 2.0), (1, 4.0)]
 
 
+def test_what_is_joined_through_others_changes_its_rate() -> None:
+    """The end of activity 0 lets 1 have more, so 2 has less, so 3 has more."""
+    clock = FairClock([0.5, 1.0, 1.5])
+    clock.start(0, 0.25, 9.0, ((0, 1.0),))
+    clock.start(1, 1.25, 9.0, ((0, 1.0), (1, 1.0)))
+    clock.start(2, 2.25, 9.0, ((1, 1.0), (2, 1.0)))
+    clock.start(3, 1.75, 9.0, ((2, 1.0),))
+    done = []
+    while (key := clock.next_done()) is not None:
+        done.append((key, clock.now_seconds))
+    # Rates 0.25 0.25 0.75 0.75 until 1 s, then 0.5 0.5 1; from 3 s on activity 2 is alone.
+    assert done == [(0, 1.0), (3, 2.0), (1, 3.0), (2, 3.5)]
+
+
 def cluster(sharing: int = 1) -> Cluster:
     kind = DeviceKind("d", Platform.CPU, {"float32": 1e9}, 2**30, 1e9)
     return Cluster("c", 2, 4, kind, Link(1e-6, 100.0), Link(1e-3, 10.0, shared_by=4), sharing)
