@@ -122,9 +122,8 @@ def fair_rates(activities: Sequence[tuple[float, Usage]], capacities: Sequence[f
 
     Raises ``InternalError`` if a rate has no bound, or a resource that is used gives nothing.
     """
-    if len(activities) == 1:
-        limit, usage = activities[0]
-        return [_checked(min(limit, *(capacities[resource] / share for resource, share in usage)))]
+    if all(len(usage) == 1 for _, usage in activities) and len({usage[0][0] for _, usage in activities}) == 1:
+        return _rates_on_one([(limit, usage[0][1]) for limit, usage in activities], capacities[activities[0][1][0][0]])
     rates = [0.0] * len(activities)
     rising = dict.fromkeys(range(len(activities)))
     spare: dict[int, float] = {}
@@ -144,6 +143,24 @@ def fair_rates(activities: Sequence[tuple[float, Usage]], capacities: Sequence[f
         for number in done:
             rates[number] = level
             del rising[number]
+    return rates
+
+
+def _rates_on_one(activities: Sequence[tuple[float, float]], capacity: float) -> list[float]:
+    """The rates of activities, given as (limit, share), that use the same resource and no other: most often so."""
+    rates = [0.0] * len(activities)
+    spare, shares = capacity, sum(share for _, share in activities)
+    by_limit = sorted(range(len(activities)), key=lambda number: activities[number][0])
+    for place, number in enumerate(by_limit):
+        limit, share = activities[number]
+        if limit * shares > spare:
+            level = _checked(spare / shares)
+            for other in by_limit[place:]:
+                rates[other] = level
+            break
+        rates[number] = _checked(limit)
+        spare -= limit * share
+        shares -= share
     return rates
 
 
