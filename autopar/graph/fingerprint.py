@@ -52,6 +52,13 @@ def fingerprint(program: TracedProgram, shardings: Sequence[str] = ()) -> str:
     return hashlib.sha256("".join(parts).encode()).hexdigest()
 
 
+def structure(jaxpr: Any) -> str:
+    """SHA-256, in hexadecimal, of the canonical text of a closed jaxpr: equal where two differ in names and places only."""
+    parts: list[str] = []
+    _write_jaxpr(_compat.jaxpr_of(jaxpr), parts)
+    return hashlib.sha256("".join(parts).encode()).hexdigest()
+
+
 def leaf_signature(program: TracedProgram) -> tuple[tuple[str, tuple[int, ...], str], ...]:
     """(path, shape, dtype) of every input, hidden ones last: what a plan is keyed by, never equality of trees."""
     return tuple(

@@ -69,8 +69,13 @@ class Executable:
     steps: tuple[Step, ...]
     arguments: tuple[Argument, ...]
     results: tuple[Result, ...]
-    donated: tuple[int, ...] = ()
-    """Positions of arguments that results take the memory of, each an accumulator or a leaf of the state."""
+    donations: tuple[tuple[int, int], ...] = ()
+    """(argument, result) positions: the result takes the memory of the argument, an accumulator or a leaf of the state."""
+
+    @property
+    def donated(self) -> tuple[int, ...]:
+        """Positions of arguments whose memory results take over."""
+        return tuple(argument for argument, _ in self.donations)
 
 
 @dataclass(frozen=True)
@@ -281,14 +286,14 @@ class _Slicing:
 
     def _with_donations(self, one: Executable, inputs: Sequence[Place], outputs: Sequence[Place | None]) -> Executable:
         """Accumulators are increased in place; a leaf's next value takes the leaf's memory where it is made."""
-        position = {argument.place: k for k, argument in enumerate(one.arguments) if not argument.is_stacked}
-        given = {result.place for result in one.results}
-        donated = [position[p] for p in given if p.scope is Scope.SUM and p in position]
+        argument_of = {argument.place: k for k, argument in enumerate(one.arguments) if not argument.is_stacked}
+        result_of = {result.place: k for k, result in enumerate(one.results)}
+        taken = {argument_of[p]: k for p, k in result_of.items() if p.scope is Scope.SUM and p in argument_of}
         for source, output in self._donated_pairs:
             leaf, new = inputs[source], outputs[output]
-            if new in given and leaf in position and leaf.buffer.layout == new.buffer.layout:
-                donated.append(position[leaf])
-        return replace(one, donated=tuple(sorted(set(donated))))
+            if new in result_of and leaf in argument_of and leaf.buffer.layout == new.buffer.layout:
+                taken.setdefault(argument_of[leaf], result_of[new])
+        return replace(one, donations=tuple(sorted(taken.items())))
 
 
 def _first(steps: Sequence[Step], is_meant: Any) -> int:

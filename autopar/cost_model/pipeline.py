@@ -1,0 +1,172 @@
+"""What a pipeline will cost: its executables priced one by one, its lists of instructions simulated.
+
+An executable takes Σ runs + Σ collectives seconds, as a whole step does (:mod:`autopar.cost_model.predict`); what of it is
+hidden, and what waits, is the simulator's to say, which lets meshes compute side by side and messages travel meanwhile:
+
+    step seconds = when the last instruction of the last list is done
+    bytes of a device = its slots at the fullest moment, each as long as its list keeps it, and the running executable's scratch
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from autopar.cluster import Cluster
+from autopar.cost_model.arrays import arrays_of
+from autopar.cost_model.machine import Load, Machine, make_machine, message_load
+from autopar.cost_model.memory import timeline
+from autopar.cost_model.predict import collectives_of, run_costs
+from autopar.cost_model.simulate import Simulation, Work, simulate
+from autopar.cost_model.transfers import cheapest_transfer, finishing_seconds
+from autopar.graph.fusion import Fusion
+from autopar.graph.ir import Phase
+from autopar.plan import CollectiveUse
+from autopar.schedule.cross_mesh import CrossMeshTransfer, Placement
+from autopar.schedule.instructions import Part, Slot, Task
+from autopar.schedule.pipeline import Pipeline, StageLowering, layouts_of_crossing
+from autopar.schedule.reshard import local_shape
+from autopar.schedule.slices import Executable, Scope
+from autopar.schedule.spmd import SpmdProgram
+
+
+@dataclass(frozen=True)
+class ExecutableCost:
+    """One call of an executable on one device: seconds of compute and of collectives, FLOPs, bytes, scratch bytes."""
+
+    compute_seconds: float
+    communication_seconds: float
+    update_seconds: float
+    flops: float
+    bytes_moved: float
+    temp_bytes: int
+    collectives: tuple[CollectiveUse, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Compute and collectives, one after the other."""
+        return self.compute_seconds + self.communication_seconds
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """The price of every executable of a stage, and the bytes of its arrays on one device."""
+
+    lowering: StageLowering
+    executables: Mapping[tuple[Part, int], ExecutableCost]
+
+    def seconds(self, part: Part, segment: int = 0) -> float:
+        """Seconds of one call; 0 where the stage has no such executable."""
+        cost = self.executables.get((part, segment))
+        return 0.0 if cost is None else cost.seconds
+
+    @cached_property
+    def slot_bytes(self) -> tuple[int, ...]:
+        """Bytes on one device of the array in a place, by the number of the place."""
+        values, mesh = self.lowering.slices.program.values, self.lowering.stage.mesh
+        found = []
+        for place in self.lowering.names:
+            value = values[place.buffer.value]
+            found.append(math.prod(local_shape(value.shape, place.buffer.layout, mesh)) * value.itemsize_bytes)
+        return tuple(found)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes on one device of what the stage is given once in a step."""
+        names = self.lowering.names
+        return sum(
+            self.slot_bytes[names[place]] for place in set(self.lowering.slices.inputs) if place.scope is Scope.ONCE
+        )
+
+
+def stage_cost(lowering: StageLowering, fusion: Fusion, cluster: Cluster) -> StageCost:
+    """The price of a stage on a cluster of its devices alone."""
+    return StageCost(
+        lowering,
+        {(one.part, one.segment): executable_cost(one, fusion, cluster) for one in lowering.slices.executables},
+    )
+
+
+def executable_cost(one: Executable, fusion: Fusion, cluster: Cluster) -> ExecutableCost:
+    """The price of one executable."""
+    program = _as_program(one)
+    runs = run_costs(program, fusion, cluster)
+    collectives = tuple(collectives_of(program, cluster))
+    return ExecutableCost(
+        compute_seconds=sum(run.seconds for run in runs),
+        communication_seconds=sum(use.seconds for use in collectives),
+        update_seconds=sum(run.seconds for run in runs if run.operator.phase is Phase.UPDATE),
+        flops=sum(run.flops for run in runs),
+        bytes_moved=sum(run.bytes_moved for run in runs),
+        temp_bytes=_temp_bytes(one, program, cluster.device.platform.value),
+        collectives=collectives,
+    )
+
+
+def _as_program(one: Executable) -> SpmdProgram:
+    """The executable as a program of its own that runs once."""
+    return replace(
+        one.program,
+        graph=replace(one.program.graph, trips=1),
+        steps=one.steps,
+        inputs=tuple(argument.buffer for argument in one.arguments),
+        outputs=tuple(result.buffer for result in one.results),
+    )
+
+
+def _temp_bytes(one: Executable, program: SpmdProgram, platform: str) -> int:
+    return timeline(arrays_of(program, one.donations, platform), platform).temp_bytes
+
+
+def transfers_of(pipeline: Pipeline, cluster: Cluster) -> dict[int, CrossMeshTransfer]:
+    """For every crossing, by number, how its array gets from mesh to mesh."""
+    found = {}
+    for crossing in pipeline.crossings:
+        ends = layouts_of_crossing(pipeline, crossing)
+        places = [
+            Placement(buffer.layout, stage.mesh, stage.devices)
+            for buffer, stage in zip(
+                ends, (pipeline.stages[crossing.source].stage, pipeline.stages[crossing.target].stage), strict=True
+            )
+        ]
+        itemsize_bytes = crossing.size_bytes // max(1, math.prod(crossing.shape))
+        found[crossing.number] = cheapest_transfer(crossing.shape, itemsize_bytes, places[0], places[1], cluster)
+    return found
+
+
+def simulate_pipeline(
+    pipeline: Pipeline,
+    costs: Sequence[StageCost],
+    transfers: Mapping[int, CrossMeshTransfer],
+    cluster: Cluster,
+) -> Simulation:
+    """One step of a pipeline on a cluster; ``costs`` run parallel to its stages."""
+    loads = {number: _load(transfer, cluster) for number, transfer in transfers.items()}
+
+    def slot_bytes(slot: Slot) -> float:
+        return costs[slot.stage].slot_bytes[slot.name]
+
+    def task_seconds(task: Task) -> float:
+        return costs[task.stage].seconds(task.part, task.segment)
+
+    def temporary_bytes(task: Task) -> float:
+        return costs[task.stage].executables[task.part, task.segment].temp_bytes
+
+    work = Work(task_seconds, loads.__getitem__, slot_bytes, temporary_bytes)
+    return simulate(pipeline.lists.lists, work, machine_of(pipeline, cluster))
+
+
+def machine_of(pipeline: Pipeline, cluster: Cluster) -> Machine:
+    """The meshes of a pipeline, each on its devices of the cluster."""
+    devices: list[tuple[int, ...]] = [()] * len(pipeline.lists.lists)
+    for stage, lowering in enumerate(pipeline.stages):
+        devices[pipeline.order.mesh_of(stage)] = lowering.stage.devices
+    return make_machine(cluster, devices)
+
+
+def _load(transfer: CrossMeshTransfer, cluster: Cluster) -> Load:
+    """The load of a message; what finishes it on the target mesh delays it like latency."""
+    load = message_load(((tile.sender, tile.receiver, transfer.tile_bytes) for tile in transfer.tiles), cluster)
+    return replace(load, latency_seconds=load.latency_seconds + finishing_seconds(transfer, cluster))
