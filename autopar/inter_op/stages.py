@@ -28,7 +28,7 @@ from autopar.plan import Schedule
 from autopar.schedule.cross_mesh import CrossMeshTransfer
 from autopar.schedule.orders import make_order
 from autopar.schedule.pipeline import Pipeline, StageLowering, lower_stage, pipeline_of
-from autopar.schedule.stage_program import Cut, Passing, StageProgram
+from autopar.schedule.stage_program import Cut, StageProgram
 from autopar.wording import bytes_text
 
 SQUEEZES = 4
@@ -95,22 +95,22 @@ class StagePlanner:
         """The pipeline of a layout; raises :class:`~autopar.errors.BudgetError` where no stage plan keeps the budget."""
         made = self.cut(layout.cuts)
         budgets = [float("inf")] * len(made.stages)
-        for attempt in range(SQUEEZES + 1):
-            found = [
-                self._stage(program, devices, budget)
-                for program, devices, budget in zip(made.stages, layout.devices, budgets, strict=True)
-            ]
+        for _ in range(SQUEEZES):
+            found = self._stages(layout, made, budgets)
             result = self._simulated(layout, made, found)
             over = [peak - self._task.budget_bytes for peak in result.simulation.peak_bytes]
             if max(over) <= 0:
                 return result
-            if attempt == SQUEEZES:
-                break
             for stage, excess in enumerate(over):
                 if excess > 0:
                     budgets[stage] = found[stage].prediction.memory.total_bytes - 1.02 * excess
-        worst = max(range(len(over)), key=over.__getitem__)
-        raise self._over_budget(worst, result)
+        raise self._over_budget(result)
+
+    def _stages(self, layout: Layout, made: Cut, budgets: Sequence[float]) -> list[Found]:
+        return [
+            self._stage(program, devices, budget)
+            for program, devices, budget in zip(made.stages, layout.devices, budgets, strict=True)
+        ]
 
     def cut(self, cuts: tuple[int, ...]) -> Cut:
         """The step cut before these forward operators."""
@@ -171,7 +171,9 @@ class StagePlanner:
         simulation = simulate_pipeline(pipeline, costs, transfers, task.cluster)
         return PipelineFound(layout, made, pipeline, tuple(costs), transfers, simulation, tuple(found))
 
-    def _over_budget(self, stage: int, result: PipelineFound) -> BudgetError:
+    def _over_budget(self, result: PipelineFound) -> BudgetError:
+        peaks = result.simulation.peak_bytes
+        stage = max(range(len(peaks)), key=peaks.__getitem__)
         largest = result.found[stage].prediction.memory.largest
         tenants = "; ".join(f"{name}: {bytes_text(size)}" for name, size in largest[:3])
         return BudgetError(
@@ -192,15 +194,32 @@ def subcluster(cluster: Cluster, devices: Sequence[int]) -> Cluster:
     return cluster.replace(hosts=len(hosts), devices_per_host=per_host, profile=profile)
 
 
+def whole_on(task: PipelineTask, size: int, *, budget_bytes: float) -> tuple[Found, Cluster]:
+    """The whole looped step laid out on the first ``size`` devices, and these as a cluster.
+
+    Raises :class:`~autopar.errors.BudgetError` where no plan keeps the budget.
+    """
+    cluster = subcluster(task.cluster, range(size))
+    graph = task.loop.graph
+    leaves = {value: position for position, value in enumerate(graph.inputs)}
+    found = search(
+        Task(
+            graph=graph,
+            state_pairs=task.state_pairs,
+            donated=frozenset(source for source, _ in task.state_pairs) if task.donates_state else frozenset(),
+            cluster=cluster,
+            meshes=tuple(cluster.logical_mesh_shapes(task.max_axes)),
+            budget_bytes=budget_bytes,
+            restriction=lambda mesh: task.restriction(graph, leaves, mesh),
+            solver_seconds=task.solver_seconds,
+            names={value: task.names[position] for value, position in leaves.items()},
+            report_progress=task.report_progress,
+        )
+    )
+    return found, cluster
+
+
 def even_devices(cluster: Cluster, num_stages: int) -> tuple[tuple[int, ...], ...]:
     """The devices of a cluster in as many runs of one length."""
     each = cluster.num_devices // num_stages
     return tuple(tuple(range(stage * each, (stage + 1) * each)) for stage in range(num_stages))
-
-
-def bytes_between_stages(found: PipelineFound) -> int:
-    """Bytes of all whole arrays that cross between stages in one step."""
-    count = found.pipeline.order.num_microbatches
-    return sum(
-        crossing.size_bytes * (count if crossing.passing is Passing.MICRO else 1) for crossing in found.cut.crossings
-    )
