@@ -100,7 +100,7 @@ class _Search:
         if count not in self._cuts:
             task = self._tasks(count)
             task.report_progress("finding the layers")
-            self._cuts[count] = layers(task.loop, at_most=MOST_LAYERS)
+            self._cuts[count] = layers(task.loop, task.state_pairs, at_most=MOST_LAYERS)
         return self._cuts[count]
 
     def _groupings(self, task: PipelineTask) -> list[Grouping]:
