@@ -87,8 +87,8 @@ def candidate_positions(crossing: Array, flops: Array, looks: Sequence[Hashable]
     inside = sorted(p for p in kept if 0 < done[p] < total)
     if not inside:
         return ()
-    heaviest = float(np.diff(done[[0, *inside, len(flops)]]).max())
-    reach = max(total / at_most, heaviest) / 2
+    usual = float(np.median(np.diff(done[[0, *inside, len(flops)]])))
+    reach = max(total / at_most, usual) / 2
     cheapest = _least_within(done, crossing, narrow, inside, reach)
     good = [p for p, least in zip(inside, cheapest, strict=True) if crossing[p] <= (1 + SLACK) * least]
     apart: list[int] = []
