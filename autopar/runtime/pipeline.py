@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 import jax
@@ -104,23 +105,36 @@ class PipelineExecutor:
         return found
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
-        """Run one step on flat leaves; batch leaves are (N, B/N, …). Results are in the order of the step's outputs."""
-        arrays = self._given(leaves)
+        """Run one step on flat leaves; batch leaves are (N, B/N, …). Results are in the order of the step's outputs.
+
+        What fails on any mesh is raised; then all meshes have come to rest, and another step may follow.
+        """
+        with jax.disable_jit(False):  # which would ask for functions, to run them in Python
+            arrays = self._given(leaves)
         lists = self._pipeline.lists.lists
+        wide = bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
+        walks = [partial(self._walk, mesh, lists[mesh], arrays[mesh], wide) for mesh in range(len(lists))]
+        del arrays  # the lists free what is in their slots
+        futures = [self._threads.submit(walk) for walk in walks]
+        del walks
         try:
-            futures = [self._threads.submit(self._walk, mesh, lists[mesh], arrays[mesh]) for mesh in range(len(lists))]
             failures = [error for future in futures if (error := future.exception()) is not None]
+        except BaseException as error:  # an interrupt, while this thread waits
+            self._transport.fail(error)
+            raise
         finally:
+            wait(futures)
             self._transport.clear()
         if failures:
             raise next((error for error in failures if error.__cause__ is None), failures[0])
         return self._results([future.result() for future in futures])
 
     def _walk(
-        self, mesh: int, instructions: Sequence[Instruction], arrays: dict[Slot, jax.Array]
+        self, mesh: int, instructions: Sequence[Instruction], arrays: dict[Slot, jax.Array], wide: bool
     ) -> dict[Slot, jax.Array]:
         try:
-            return self._interpreter.run(instructions, arrays)
+            with jax.enable_x64(wide), jax.disable_jit(False):  # what the caller's thread says holds there alone
+                return self._interpreter.run(instructions, arrays)
         except BaseException as error:
             self._transport.fail(error)
             raise
@@ -174,6 +188,10 @@ class PipelineExecutor:
             f"// stage {stage}, {part.value} {segment}\n{one.as_text()}"
             for (stage, part, segment), one in self.executables.items()
         )
+
+    def memory_analysis(self) -> dict[Key, Any]:
+        """XLA's own account of bytes on one device, for each executable."""
+        return {key: one.memory_analysis() for key, one in self.executables.items()}
 
 
 def _put(leaf: Any, sharding: jax.sharding.NamedSharding, *, keeps: bool) -> jax.Array:
