@@ -17,9 +17,11 @@ from jax.sharding import PartitionSpec
 
 from autopar.cluster import Cluster
 from autopar.errors import PlanError, TraceError
-from autopar.graph.roles import Role, infer_roles
-from autopar.graph.tracing import Call, TracedProgram, aval_of_leaf, flatten_call, trace
+from autopar.first_state import born_sharded
+from autopar.graph.roles import infer_roles
+from autopar.graph.tracing import Call, aval_of_leaf, flatten_call, trace
 from autopar.graph.wishes import LeafWish, LeafWishes, leaf_wishes, names_on
+from autopar.inter_op.assemble import Assembled, stages_of_leaves
 from autopar.intra_op.search import Found
 from autopar.intra_op.why import Question, Why, why
 from autopar.methods import HAND_MADE, Method, method_of
@@ -118,6 +120,7 @@ class Parallelized:
         self._planned: dict[tuple[str, Cluster, Hashable], tuple[Subjected, Plan, Found | None]] = {}
         self._placed: dict[str, LeafWish | None] = {}  # by leaf path, as first seen: what our steps return is ours
         self._in_use: Plan | None = None
+        self._pipeline: tuple[Plan, Cluster, Assembled] | None = None
         self._last: Compiled | None = None
 
     # ------------------------------------------------------------------------------------------------------- calling
@@ -193,16 +196,16 @@ class Parallelized:
         traced = trace(init_fn, (), {})
         leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.out_avals]
         shapes = tree_util.tree_unflatten(traced.out_tree, leaves)
-        subject, plan, _ = self._plan((shapes, *rest), kwargs, self.cluster, self._options.demands)
+        subject, plan = self._planned_or_in_use((shapes, *rest), kwargs, self.cluster, None)
         place = subject.program.in_tree.num_leaves
         if len(leaves) > place:
             raise TraceError(
                 "init_fn returns more leaves than the step takes arguments; pass the step's other arguments"
             )
-        layouts = plan.in_layouts[: len(leaves)]
         with self._progress() as progress:
             progress.say("compiling the initialiser")
-            return _born_sharded(traced, layouts, plan, self.cluster)
+            stages = self._assembled(subject, plan, self.cluster).pipeline.stages if plan.is_pipeline else ()
+            return born_sharded(traced, plan, self.cluster, stages_of_leaves(stages))
 
     def with_options(self, **options: Any) -> Parallelized:
         """The same function with some options of :func:`parallelize` changed; it plans and compiles for itself."""
@@ -378,28 +381,37 @@ class Parallelized:
         cluster: Cluster,
         method: str | Method | None,
     ) -> Compiled:
-        platform = cluster.device.platform.value
-        if self._in_use is not None and method is None:
-            subject = self._subject(args, kwargs, platform)
-            plan = self._in_use
-            _check_fits(plan, subject, cluster)
-            cut = as_loop if plan.is_pipeline else microbatched
-            subject = cut(subject, plan.num_microbatches, platform)
-        else:
-            subject, plan, _ = self._plan(args, kwargs, cluster, self._demands(method))
-        donates = self._options.demands.donate_state
+        subject, plan = self._planned_or_in_use(args, kwargs, cluster, method)
+        donated = subject.donated if self._options.demands.donate_state else frozenset()
         with self._progress() as progress:
             if plan.is_pipeline:
                 progress.say("putting the pipeline together")
-                whole = assembled(plan, subject, cluster, donates_state=donates)
+                whole = self._assembled(subject, plan, cluster)
                 stages = PipelineExecutor(whole.pipeline, whole.transfers, jax.devices(), progress.say)
                 return Compiled(subject, plan, whole.pipeline, stages)
             progress.say(f"compiling for mesh {plan.mesh}")
             program = lower(subject.graph, plan.stages[0], plan.out_layouts)
-            executor = Executor(
-                program, subject.program.in_avals, subject.donated if donates else frozenset(), jax.devices()
-            )
+            executor = Executor(program, subject.program.in_avals, donated, jax.devices())
         return Compiled(subject, plan, program, executor)
+
+    def _planned_or_in_use(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], cluster: Cluster, method: str | Method | None
+    ) -> tuple[Subjected, Plan]:
+        """What runs for these arguments: the plan that was given to :meth:`use`, or one that is made for them."""
+        if self._in_use is None or method is not None:
+            return self._plan(args, kwargs, cluster, self._demands(method))[:2]
+        platform = cluster.device.platform.value
+        subject, plan = self._subject(args, kwargs, platform), self._in_use
+        _check_fits(plan, subject, cluster)
+        rewritten = as_loop if plan.is_pipeline else microbatched
+        return rewritten(subject, plan.num_microbatches, platform), plan
+
+    def _assembled(self, subject: Subjected, plan: Plan, cluster: Cluster) -> Assembled:
+        """The pipeline of a plan; the last one is remembered, for a state is born before the first step."""
+        if self._pipeline is None or self._pipeline[0] is not plan or self._pipeline[1] != cluster:
+            whole = assembled(plan, subject, cluster, donates_state=self._options.demands.donate_state)
+            self._pipeline = plan, cluster, whole
+        return self._pipeline[2]
 
 
 def _check_initialiser(init_fn: Any) -> None:
@@ -434,17 +446,6 @@ def _check_fits(plan: Plan, subject: Subjected, cluster: Cluster) -> None:
             else "the same arguments, but another computation or other shardings in it"
         )
         raise PlanError(f"the plan was made for another program ({where}); plan again for this one")
-
-
-def _born_sharded(traced: TracedProgram, layouts: tuple[Any, ...], plan: Plan, cluster: Cluster) -> Any:
-    """Run an initialiser as a program of its own whose outputs lie as the plan says."""
-    from autopar.graph.roles import Roles
-    from autopar.intra_op.initial import plan_initialiser
-
-    subject = subject_of(traced, Roles((Role.HIDDEN,) * len(traced.in_keys), (), None), cluster.device.platform.value)
-    program = plan_initialiser(subject.graph, plan.mesh, cluster, layouts)
-    executor = Executor(program, traced.in_avals, frozenset(), jax.devices())
-    return tree_util.tree_unflatten(traced.out_tree, executor(list(traced.hidden)))
 
 
 def _key_of(call: Call) -> Hashable:
