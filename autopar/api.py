@@ -17,18 +17,24 @@ from jax.sharding import PartitionSpec
 
 from autopar.cluster import Cluster
 from autopar.errors import PlanError, TraceError
-from autopar.graph.roles import Role, infer_roles
-from autopar.graph.tracing import Call, TracedProgram, aval_of_leaf, flatten_call, trace
+from autopar.first_state import born_sharded
+from autopar.graph.roles import infer_roles
+from autopar.graph.tracing import Call, aval_of_leaf, flatten_call, trace
 from autopar.graph.wishes import LeafWish, LeafWishes, leaf_wishes, names_on
+from autopar.inter_op.assemble import Assembled, stages_of_leaves
 from autopar.intra_op.search import Found
 from autopar.intra_op.why import Question, Why, why
 from autopar.methods import HAND_MADE, Method, method_of
 from autopar.options import ArgumentNames, Options, checked_cluster, read_options
-from autopar.plan import Plan
-from autopar.planning import Demands, Subjected, demands_of_user, make_plan, microbatched, said_of_inputs, subject_of
+from autopar.pipelines import assembled
+from autopar.plan import Plan, Schedule
+from autopar.planning import demands_of_user, make_plan, said_of_inputs
 from autopar.progress import Progress
 from autopar.runtime.executor import Executor
+from autopar.runtime.pipeline import PipelineExecutor
+from autopar.schedule.pipeline import Pipeline
 from autopar.schedule.spmd import SpmdProgram, lower
+from autopar.subjects import Demands, Subjected, as_loop, microbatched, subject_of
 from autopar.transfer import adapt_stage
 from autopar.user_shardings import UserShardings
 
@@ -36,27 +42,38 @@ from autopar.user_shardings import UserShardings
 class Compiled:
     """One step compiled for one plan (what ``train_step.compile(...)`` returns); :meth:`run` takes its leaves."""
 
-    def __init__(self, subject: Subjected, plan: Plan, program: SpmdProgram, executor: Executor) -> None:
+    def __init__(
+        self, subject: Subjected, plan: Plan, runs: SpmdProgram | Pipeline, executor: Executor | PipelineExecutor
+    ) -> None:
         self.plan = plan
-        self.program = program
+        self.runs = runs
         self.subject = subject
         self.executor = executor
         self.step_seconds: list[float] = []
-        self._folded = subject.roles.leaves(Role.BATCH) if subject.num_microbatches > 1 else ()
+
+    @property
+    def program(self) -> SpmdProgram:
+        """The one list of steps; raises :class:`~autopar.errors.PlanError` for a pipeline."""
+        if isinstance(self.runs, Pipeline):
+            raise PlanError("a pipeline has no one list of steps; each of its stages has its own, see .runs.stages")
+        return self.runs
 
     def as_text(self) -> str:
-        """The optimized HLO of the executable."""
+        """The optimized HLO of the executable; of a pipeline that of all, each under a line that names it."""
         return self.executor.as_text()
 
     def memory_analysis(self) -> Any:
-        """XLA's account of the bytes on one device (``argument + output − alias + temp`` is what a step needs)."""
+        """XLA's account of the bytes on one device (``argument + output − alias + temp`` is what a step needs).
+
+        Of a pipeline: a mapping from (stage, part, segment) to the account of that executable.
+        """
         return self.executor.memory_analysis()
 
     def run(self, leaves: list[Any]) -> Any:
         """Run on flat leaves; returns the function's result."""
         started = time.perf_counter()
         self._refuse_without_value(leaves)
-        for position in self._folded:
+        for position in self.subject.folded:
             shape = self.subject.program.in_avals[position].shape
             leaf = leaves[position]
             leaves[position] = leaf.reshape(shape) if isinstance(leaf, jax.Array) else np.reshape(leaf, shape)
@@ -103,6 +120,7 @@ class Parallelized:
         self._planned: dict[tuple[str, Cluster, Hashable], tuple[Subjected, Plan, Found | None]] = {}
         self._placed: dict[str, LeafWish | None] = {}  # by leaf path, as first seen: what our steps return is ours
         self._in_use: Plan | None = None
+        self._pipeline: tuple[Plan, Cluster, Assembled] | None = None
         self._last: Compiled | None = None
 
     # ------------------------------------------------------------------------------------------------------- calling
@@ -178,16 +196,16 @@ class Parallelized:
         traced = trace(init_fn, (), {})
         leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.out_avals]
         shapes = tree_util.tree_unflatten(traced.out_tree, leaves)
-        subject, plan, _ = self._plan((shapes, *rest), kwargs, self.cluster, self._options.demands)
+        subject, plan = self._planned_or_in_use((shapes, *rest), kwargs, self.cluster, None)
         place = subject.program.in_tree.num_leaves
         if len(leaves) > place:
             raise TraceError(
                 "init_fn returns more leaves than the step takes arguments; pass the step's other arguments"
             )
-        layouts = plan.in_layouts[: len(leaves)]
         with self._progress() as progress:
             progress.say("compiling the initialiser")
-            return _born_sharded(traced, layouts, plan, self.cluster)
+            stages = self._assembled(subject, plan, self.cluster).pipeline.stages if plan.is_pipeline else ()
+            return born_sharded(traced, plan, self.cluster, stages_of_leaves(stages))
 
     def with_options(self, **options: Any) -> Parallelized:
         """The same function with some options of :func:`parallelize` changed; it plans and compiles for itself."""
@@ -216,11 +234,11 @@ class Parallelized:
     ) -> tuple[Subjected, Plan, Found | None]:
         """Subject, plan and planner's records for a step that was traced before, if need be without the memory budget.
 
-        A mesh shape, and shardings in the code, are not demanded of another method.
+        A mesh shape, stages, and shardings in the code are not demanded of another method.
         """
         demands = self._demands(method)
         if method is not None:
-            demands = replace(demands, mesh_shape=None, user_shardings=UserShardings.IGNORE)
+            demands = replace(demands, mesh_shape=None, user_shardings=UserShardings.IGNORE, stages=None, schedule=None)
         if not within_budget:
             demands = replace(demands, memory_per_device=math.inf)
         with self._progress() as progress:
@@ -363,19 +381,37 @@ class Parallelized:
         cluster: Cluster,
         method: str | Method | None,
     ) -> Compiled:
-        if self._in_use is not None and method is None:
-            subject = self._subject(args, kwargs, cluster.device.platform.value)
-            plan = self._in_use
-            _check_fits(plan, subject, cluster)
-            subject = microbatched(subject, plan.num_microbatches, cluster.device.platform.value)
-        else:
-            subject, plan, _ = self._plan(args, kwargs, cluster, self._demands(method))
+        subject, plan = self._planned_or_in_use(args, kwargs, cluster, method)
+        donated = subject.donated if self._options.demands.donate_state else frozenset()
         with self._progress() as progress:
+            if plan.is_pipeline:
+                progress.say("putting the pipeline together")
+                whole = self._assembled(subject, plan, cluster)
+                stages = PipelineExecutor(whole.pipeline, whole.transfers, jax.devices(), progress.say)
+                return Compiled(subject, plan, whole.pipeline, stages)
             progress.say(f"compiling for mesh {plan.mesh}")
             program = lower(subject.graph, plan.stages[0], plan.out_layouts)
-            donated = subject.donated if self._options.demands.donate_state else frozenset()
             executor = Executor(program, subject.program.in_avals, donated, jax.devices())
         return Compiled(subject, plan, program, executor)
+
+    def _planned_or_in_use(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], cluster: Cluster, method: str | Method | None
+    ) -> tuple[Subjected, Plan]:
+        """What runs for these arguments: the plan that was given to :meth:`use`, or one that is made for them."""
+        if self._in_use is None or method is not None:
+            return self._plan(args, kwargs, cluster, self._demands(method))[:2]
+        platform = cluster.device.platform.value
+        subject, plan = self._subject(args, kwargs, platform), self._in_use
+        _check_fits(plan, subject, cluster)
+        rewritten = as_loop if plan.is_pipeline else microbatched
+        return rewritten(subject, plan.num_microbatches, platform), plan
+
+    def _assembled(self, subject: Subjected, plan: Plan, cluster: Cluster) -> Assembled:
+        """The pipeline of a plan; the last one is remembered, for a state is born before the first step."""
+        if self._pipeline is None or self._pipeline[0] is not plan or self._pipeline[1] != cluster:
+            whole = assembled(plan, subject, cluster, donates_state=self._options.demands.donate_state)
+            self._pipeline = plan, cluster, whole
+        return self._pipeline[2]
 
 
 def _check_initialiser(init_fn: Any) -> None:
@@ -412,17 +448,6 @@ def _check_fits(plan: Plan, subject: Subjected, cluster: Cluster) -> None:
         raise PlanError(f"the plan was made for another program ({where}); plan again for this one")
 
 
-def _born_sharded(traced: TracedProgram, layouts: tuple[Any, ...], plan: Plan, cluster: Cluster) -> Any:
-    """Run an initialiser as a program of its own whose outputs lie as the plan says."""
-    from autopar.graph.roles import Role, Roles
-    from autopar.intra_op.initial import plan_initialiser
-
-    subject = subject_of(traced, Roles((Role.HIDDEN,) * len(traced.in_keys), (), None), cluster.device.platform.value)
-    program = plan_initialiser(subject.graph, plan.mesh, cluster, layouts)
-    executor = Executor(program, traced.in_avals, frozenset(), jax.devices())
-    return tree_util.tree_unflatten(traced.out_tree, executor(list(traced.hidden)))
-
-
 def _key_of(call: Call) -> Hashable:
     """Paths, shapes and dtypes of the leaves and the static arguments: what a plan depends on, never treedefs."""
     return tuple(zip(call.paths, map(_type_of, call.leaves, call.paths), strict=True)), call.static
@@ -444,6 +469,9 @@ def _hashable(demands: Demands) -> Hashable:
         demands.donate_state,
         demands.num_microbatches,
         demands.user_shardings,
+        demands.solver_seconds,
+        demands.stages,
+        demands.schedule,
     )
 
 
@@ -466,6 +494,8 @@ def parallelize(
     donate_argnums: str | tuple[int, ...] = "auto",
     solver_seconds: float = 60.0,
     num_microbatches: int | None = None,
+    stages: int | Sequence[Sequence[int]] | None = None,
+    schedule: str | Schedule | None = None,
     user_shardings: str | UserShardings = "respect",
 ) -> Callable[[Callable[..., Any]], Parallelized]: ...
 
@@ -476,7 +506,8 @@ def parallelize(function: Callable[..., Any] | None = None, /, **options: Any) -
     Use it bare (``@autopar.parallelize``), with keyword options, or as a call like ``jax.jit``'s with both:
 
     * ``method``: ``"auto"``, ``"intra_op"``, or a plan that an expert would write: ``"data_parallel"``, ``"zero2"``,
-      ``"zero3"``, ``"tensor_parallel"``; or an object of :mod:`autopar.methods`.
+      ``"zero3"``, ``"tensor_parallel"``, or ``"inter_op"``, a pipeline with a stage on every device (where the model has
+      fewer layers, on the next lower power of two of them); or an object of :mod:`autopar.methods`.
     * ``cluster``: the hardware; default ``Cluster.local()``.
     * ``memory_per_device``: bytes that one device may hold; default what the cluster says.
     * ``mesh_shape``: sizes of the logical mesh axes (``"data"``, ``"model"``, ``"extra"``); default all are tried.
@@ -485,7 +516,11 @@ def parallelize(function: Callable[..., Any] | None = None, /, **options: Any) -
     * ``batch_argnums``, ``state_argnums``: arguments (numbers or names) that are batch or state; default inferred.
     * ``donate_argnums``: ``"auto"`` donates the state, ``()`` nothing.
     * ``num_microbatches``: into how many pieces the batch is cut that run one after the other, their gradients summed;
-      the numbers stay those of the whole batch. Default: as few as the memory allows and as is fastest.
+      the numbers stay those of the whole batch. Default: as few as the memory allows and as is fastest; of a pipeline the
+      largest power of two up to four for each stage.
+    * ``stages``: into how many stages of a pipeline the model is cut, each on as many devices, or the ids of the devices of
+      each stage. ``mesh_shape`` and ``constraints`` then speak of the mesh of a stage.
+    * ``schedule``: in which order the stages run the microbatches: ``"1f1b"`` (default), ``"gpipe"``, ``"eager_1f1b"``.
     * ``user_shardings``: ``"respect"`` keeps shardings that stand in the function (``with_sharding_constraint``), on its
       arguments (``Partitioned`` boxes, NNX metadata) and of state that lies on several devices, on the mesh that they
       name; ``"ignore"`` plans as if there were none.

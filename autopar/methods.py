@@ -157,10 +157,31 @@ class TensorParallel:
         return Restriction(pinned=pinned, pinned_copies=pinned, reach={**data, "model": reach})
 
 
+@dataclass(frozen=True)
+class InterOp:
+    """A pipeline and nothing else: a stage on every device.
+
+    Where the model has fewer layers than there are devices, the stages are the next lower power of two, and the other
+    devices are idle.
+    """
+
+    name: str = "inter_op"
+
+    def meshes(self, cluster: Cluster) -> tuple[Mesh, ...]:
+        """The mesh of a stage's one device."""
+        return (mesh_of((1,), cluster),)
+
+    def restriction(self, subject: Subject, mesh: Mesh) -> Restriction:
+        """On one device there is nothing to choose."""
+        return Restriction()
+
+
 HAND_MADE: tuple[Method, ...] = (DataParallel(), Zero2(), Zero3(), TensorParallel())
 """The opponents of every benchmark and explanation."""
 
-BY_NAME: dict[str, Method] = {method.name: method for method in (*HAND_MADE, IntraOp(), IntraOp(name="auto"))}
+BY_NAME: dict[str, Method] = {
+    method.name: method for method in (*HAND_MADE, InterOp(), IntraOp(), IntraOp(name="auto"))
+}
 
 
 def method_of(said: str | Method) -> Method:

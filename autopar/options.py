@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec
 
 from autopar.cluster import Cluster
 from autopar.errors import ClusterError, PlanError, TraceError
-from autopar.methods import method_of
-from autopar.planning import Demands
+from autopar.methods import InterOp, method_of
+from autopar.plan import Schedule
+from autopar.subjects import Demands
 from autopar.user_shardings import UserShardings
 
 ArgumentNames = int | str | Iterable[int | str] | None
@@ -35,7 +36,16 @@ class Options:
     state_argnums: ArgumentNames = None
 
 
-_DEMANDS = ("method", "memory_per_device", "mesh_shape", "constraints", "solver_seconds", "num_microbatches")
+_DEMANDS = (
+    "method",
+    "memory_per_device",
+    "mesh_shape",
+    "constraints",
+    "solver_seconds",
+    "num_microbatches",
+    "stages",
+    "schedule",
+)
 _ARGUMENTS = ("static_argnums", "static_argnames", "batch_argnums", "state_argnums")
 _EVERY = sorted((*_DEMANDS, *_ARGUMENTS, "cluster", "donate_argnums", "user_shardings"))
 
@@ -56,7 +66,18 @@ def read_options(given: Mapping[str, Any], known: Options) -> Options:
     others = {name: _argument_names(name, given[name]) for name in _ARGUMENTS if name in given}
     if "cluster" in given:
         others["cluster"] = checked_cluster(given["cluster"])
-    return replace(known, demands=replace(known.demands, **demands), **others)
+    options = replace(known, demands=replace(known.demands, **demands), **others)
+    _check_schedule(options.demands)
+    return options
+
+
+def _check_schedule(demands: Demands) -> None:
+    has_stages = demands.stages is not None or isinstance(method_of(demands.method), InterOp)
+    if demands.schedule is not None and not has_stages:
+        raise PlanError(
+            f"schedule={demands.schedule.value!r} orders the microbatches of a pipeline, and no stages are asked for; say "
+            'how many, for example stages=2, or use method="inter_op"'
+        )
 
 
 def checked_cluster(cluster: Any) -> Cluster | None:
@@ -86,6 +107,36 @@ def _microbatches(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise PlanError(f"num_microbatches={value!r} is no number of microbatches; give an integer of 1 or more")
     return value
+
+
+def _stages(value: Any) -> int | tuple[tuple[int, ...], ...]:
+    """A number of stages, or the devices of each."""
+    advice = "give the number of stages, or the ids of each stage's devices, for example stages=[[0, 1], [2, 3]]"
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value < 1:
+            raise PlanError(f"stages={value} is no number of stages; {advice}")
+        return value
+    try:
+        stages = tuple(tuple(map(operator.index, devices)) for devices in value)
+    except TypeError:
+        raise PlanError(f"stages={_shown(value)} is no number of stages and no list of device ids; {advice}") from None
+    if len(stages) < 2 or not all(stages):
+        raise PlanError(f"stages={_shown(value)} must name two stages or more, each with a device; {advice}")
+    everything = [device for devices in stages for device in devices]
+    if twice := sorted({device for device in everything if everything.count(device) > 1}):
+        raise PlanError(f"stages={_shown(value)}: the device {twice[0]} stands there twice; give it to one stage")
+    return stages
+
+
+def _schedule(value: Any) -> Schedule:
+    names = [one.value for one in Schedule if one is not Schedule.SINGLE]
+    try:
+        schedule = Schedule(value)
+    except ValueError:
+        schedule = Schedule.SINGLE
+    if schedule is Schedule.SINGLE:
+        raise PlanError(f"schedule={_shown(value)} is no schedule of a pipeline; the names are {', '.join(names)}")
+    return schedule
 
 
 def _positive(name: str, unit: str) -> Callable[[Any], float]:
@@ -141,6 +192,8 @@ _CHECKED: Mapping[str, Callable[[Any], Any]] = {
     "constraints": _constraints,
     "solver_seconds": _positive("solver_seconds", "seconds"),
     "num_microbatches": _microbatches,
+    "stages": _stages,
+    "schedule": _schedule,
 }
 
 

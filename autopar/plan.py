@@ -140,10 +140,14 @@ class Prediction:
     bytes_moved: float
     collectives: tuple[CollectiveUse, ...]
     memory: Memory
+    simulated_seconds: float | None = None
+    """Of a pipeline: seconds of a step; the other figures are then those of the busiest stage and the fullest device."""
 
     @property
     def step_seconds(self) -> float:
-        """All compute (the update included) and all communication, one after the other."""
+        """All compute (the update included) and all communication, one after the other; of a pipeline as simulated."""
+        if self.simulated_seconds is not None:
+            return self.simulated_seconds
         return self.compute_seconds + self.communication_seconds
 
 
@@ -189,6 +193,11 @@ class Plan:
     """Of a pipeline: before which operators of a microbatch's forward pass stages begin (:mod:`autopar.inter_op.placing`)."""
 
     @property
+    def is_pipeline(self) -> bool:
+        """Whether the model is cut into stages."""
+        return len(self.stages) > 1
+
+    @property
     def mesh(self) -> Mesh:
         """The mesh of the first stage."""
         return self.stages[0].mesh
@@ -204,10 +213,13 @@ class Plan:
         return self.prediction.memory.total_bytes
 
     def summary(self) -> str:
-        """One line: method, meshes, predicted milliseconds of a step, MiB on one device, proven gap."""
+        """One line: method, stages, meshes, predicted milliseconds of a step, MiB on one device, proven gap."""
         meshes = " | ".join(str(stage.mesh) for stage in self.stages)
+        stages = ""
+        if self.is_pipeline:
+            stages = f" in {len(self.stages)} stages, {self.schedule.value} over {self.num_microbatches} microbatches,"
         return (
-            f"{self.method} on {meshes}: {self.step_seconds * 1e3:.3f} ms per step, "
+            f"{self.method}{stages} on {meshes}: {self.step_seconds * 1e3:.3f} ms per step, "
             f"{self.peak_bytes / 2**20:.1f} MiB per device, gap {self.solver.gap:.2%}"
         )
 

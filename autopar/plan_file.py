@@ -2,7 +2,7 @@
 
     load(save(plan)) = plan     exactly: floats are written by their shortest text that reads back to the same bits
 
-The file is JSON, ``{"format": "autopar.plan", "version": 1, "plan": {…}}`` with the fields of ``Plan``.  Layouts and
+The file is JSON, ``{"format": "autopar.plan", "version": 2, "plan": {…}}`` with the fields of ``Plan``.  Layouts and
 strategies are few and their users many (24 equal layers), so each distinct one stands once in a table, ``layouts`` or
 ``strategies``, and is referred to by its place there: ``homes``, ``copies`` and ``strategies`` of a stage are pairs
 ``[id, place]``, ``in_layouts`` and ``out_layouts`` are places.
@@ -40,7 +40,7 @@ from autopar.plan import (
 )
 
 FILE_FORMAT = "autopar.plan"
-FILE_VERSION = 1
+FILE_VERSION = 2
 _ADVICE = "correct it, or plan again and save anew"
 _CLUSTER_FORMAT = "autopar-cluster"
 
@@ -74,6 +74,7 @@ class _StageEntry(Struct, forbid_unknown_fields=True):
     homes: _Pairs
     copies: _Pairs
     strategies: _Pairs
+    devices: tuple[_Whole, ...] = ()
 
 
 class _CollectiveEntry(Struct, forbid_unknown_fields=True):
@@ -105,6 +106,7 @@ class _PredictionEntry(Struct, forbid_unknown_fields=True):
     bytes_moved: _Number
     collectives: tuple[_CollectiveEntry, ...]
     memory: _MemoryEntry
+    simulated_seconds: _Number | None = None
 
 
 class _SolverEntry(Struct, forbid_unknown_fields=True):
@@ -123,6 +125,7 @@ class _PlanEntry(Struct, forbid_unknown_fields=True, kw_only=True):
     num_devices: _Count
     num_microbatches: _Count = 1
     schedule: Schedule = Schedule.SINGLE
+    cuts: tuple[_Count, ...] = ()
     layouts: tuple[_LayoutEntry, ...]
     strategies: tuple[_StrategyEntry, ...]
     stages: Annotated[tuple[_StageEntry, ...], Meta(min_length=1)]
@@ -195,6 +198,7 @@ def _encode(plan: Plan) -> bytes:
             layouts.pairs(stage.homes),
             layouts.pairs(stage.copies),
             strategies.pairs(stage.strategies),
+            tuple(index(device) for device in stage.devices),
         )
         for stage in plan.stages
     )
@@ -208,6 +212,7 @@ def _encode(plan: Plan) -> bytes:
         num_devices=index(plan.num_devices),
         num_microbatches=index(plan.num_microbatches),
         schedule=plan.schedule,
+        cuts=tuple(index(position) for position in plan.cuts),
         layouts=tuple(_LayoutEntry(layout.dims, layout.partial) for layout in layouts.entries()),
         strategies=tuple(_StrategyEntry(one.factors, one.passing) for one in strategies.entries()),
         stages=stages,
@@ -254,6 +259,7 @@ def _from_prediction(prediction: Prediction) -> _PredictionEntry:
             by_kind={kind: index(size) for kind, size in memory.by_kind.items()},
             largest=tuple((name, index(size)) for name, size in memory.largest),
         ),
+        simulated_seconds=None if prediction.simulated_seconds is None else float(prediction.simulated_seconds),
     )
 
 
@@ -327,6 +333,11 @@ def _check_header(path: str | Path, header: _Header) -> None:
             f"{path}: $.version is {header.version}, written by a newer release, and this one reads {FILE_VERSION}; "
             "upgrade autopar, or plan again with this release"
         )
+    if 0 < header.version < FILE_VERSION:
+        raise PlanError(
+            f"{path}: $.version is {header.version}, written by an older release, and this one reads {FILE_VERSION}; plan "
+            "again with this release and save anew"
+        )
     if header.version != FILE_VERSION:
         raise PlanError(
             f"{path}: $.version is {header.version}, and there is no such version (this release reads {FILE_VERSION}); "
@@ -346,6 +357,7 @@ class _Reader:
     def plan(self) -> Plan:
         stored = self._stored
         stages = tuple(self._stage(number, entry) for number, entry in enumerate(stored.stages))
+        self._check_stages(stages)
         meshes = tuple(dict.fromkeys(stage.mesh for stage in stages))
         for number, use in enumerate(stored.prediction.collectives):
             self._check_axes(f"$.plan.prediction.collectives[{number}]", {"axes": use.axes}, meshes)
@@ -364,7 +376,31 @@ class _Reader:
             solver=_to_solver(stored.solver),
             num_microbatches=stored.num_microbatches,
             schedule=stored.schedule,
+            cuts=stored.cuts,
         )
+
+    def _check_stages(self, stages: tuple[Stage, ...]) -> None:
+        """Stages, cuts and schedule go together, and no device stands in two stages."""
+        stored = self._stored
+        if len(stored.cuts) != len(stages) - 1:
+            raise self._error("$.plan.cuts", f"{len(stored.cuts)} cuts for {len(stages)} stages")
+        if list(stored.cuts) != sorted(set(stored.cuts)):
+            raise self._error("$.plan.cuts", f"{list(stored.cuts)} do not ascend")
+        if (stored.schedule is Schedule.SINGLE) is (len(stages) > 1):
+            raise self._error("$.plan.schedule", f"{stored.schedule.value!r} is no schedule of {len(stages)} stages")
+        seen: dict[int, int] = {}
+        for number, stage in enumerate(stages):
+            place = f"$.plan.stages[{number}].devices"
+            if len(stage.devices) != (stage.mesh.size if len(stages) > 1 else 0):
+                raise self._error(
+                    place, f"{len(stage.devices)} devices for mesh {stage.mesh} of one of {len(stages)} stages"
+                )
+            for device in stage.devices:
+                if device >= stored.num_devices:
+                    raise self._error(place, f"there is no device {device}, $.plan.num_devices is {stored.num_devices}")
+                if device in seen:
+                    raise self._error(place, f"the device {device} stands in $.plan.stages[{seen[device]}] already")
+                seen[device] = number
 
     def _stage(self, number: int, entry: _StageEntry) -> Stage:
         place = f"$.plan.stages[{number}]"
@@ -380,6 +416,7 @@ class _Reader:
             self._mapping(f"{place}.homes", entry.homes, self._layouts, mesh),
             self._mapping(f"{place}.copies", entry.copies, self._layouts, mesh),
             self._mapping(f"{place}.strategies", entry.strategies, self._strategies, mesh),
+            entry.devices,
         )
 
     def _mapping(self, place: str, pairs: _Pairs, table: tuple[_Entry, ...], mesh: Mesh) -> dict[int, _Entry]:

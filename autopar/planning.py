@@ -6,112 +6,35 @@ planner's answer becomes a Plan with paths and predictions.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
 import jax
-from jax.sharding import PartitionSpec
 
-from autopar.cluster import AXIS_NAMES, Cluster, Mesh
+from autopar.cluster import Cluster
+from autopar.constraints import (
+    Leaves,
+    check_patterns,
+    meshes_of_user,
+    meshes_with_names,
+    path_matches,
+    with_constraints,
+    without_axes_of_one,
+)
 from autopar.errors import BudgetError, PlanError
-from autopar.graph.build import build_graph
-from autopar.graph.fingerprint import fingerprint
-from autopar.graph.ir import Graph
-from autopar.graph.roles import Role, Roles
-from autopar.graph.tracing import TracedProgram
-from autopar.graph.wishes import LeafWishes, Origin, Wishes, wishes_of
-from autopar.inter_op.accumulate import accumulated
-from autopar.inter_op.examples import CoupledBatchError, examples_of
-from autopar.intra_op.restrict import Restriction
+from autopar.graph.roles import Role
+from autopar.graph.wishes import Origin
+from autopar.inter_op.examples import CoupledBatchError
 from autopar.intra_op.search import Found, Task, search
-from autopar.methods import IntraOp, Method, Subject, mesh_of, method_of
-from autopar.plan import Layout, Plan
+from autopar.methods import IntraOp, Subject, mesh_of, method_of
+from autopar.pipelines import plan_pipeline, wants_pipeline
+from autopar.plan import Plan
 from autopar.schedule.spmd import output_layouts
-from autopar.user_shardings import HOW_TO_IGNORE, UserDemands, UserShardings, user_demands, with_wishes
-from autopar.wording import slashed
+from autopar.subjects import Demands, Subjected, microbatched
+from autopar.user_shardings import UserDemands, UserShardings, user_demands, with_wishes
 
 MOST_DOUBLINGS = 6
 """The planner itself cuts a batch into 2⁶ microbatches at most."""
-
-
-@dataclass(frozen=True)
-class Demands:
-    """What the user asks of a plan (see :func:`autopar.parallelize`)."""
-
-    method: str | Method = "auto"
-    memory_per_device: float | None = None
-    mesh_shape: tuple[int, ...] | None = None
-    constraints: Mapping[str, PartitionSpec] = field(default_factory=dict)
-    solver_seconds: float = 60.0
-    donate_state: bool = True
-    num_microbatches: int | None = None
-    user_shardings: UserShardings = UserShardings.RESPECT
-
-
-@dataclass(frozen=True)
-class Subjected:
-    """A traced program with its roles and its graph for one platform: what all planners of it share."""
-
-    program: TracedProgram
-    roles: Roles
-    graph: Graph
-    fingerprint: str
-    wishes: Wishes = field(default_factory=Wishes)
-    """Shardings in the user's code, unless they are to be ignored."""
-    leaves: LeafWishes | None = None
-    """Shardings that the arguments carry; None: all shardings in the user's code are ignored."""
-    num_microbatches: int = 1
-    undivided: Subjected | None = None
-    """Where the batch is cut: the step as it was; ``program`` and ``graph`` then run microbatch by microbatch."""
-    coupling: str = ""
-    """Why the batch was not cut into microbatches, where memory would have asked for it."""
-
-    @property
-    def donated(self) -> frozenset[int]:
-        """Positions of the state leaves."""
-        return frozenset(self.roles.leaves(Role.STATE))
-
-    @property
-    def names(self) -> dict[int, str]:
-        """Paths of the input values."""
-        return dict(zip(self.graph.inputs, self.program.in_paths, strict=True))
-
-
-def subject_of(program: TracedProgram, roles: Roles, platform: str, leaves: LeafWishes | None = None) -> Subjected:
-    """Build the graph and the fingerprint of a traced program.
-
-    ``leaves`` are the shardings that the arguments carry; None: those and the ones in the program are ignored.
-    """
-    graph = build_graph(program.jaxpr, platform=platform)
-    if leaves is None:
-        return Subjected(program, roles, graph, fingerprint(program))
-    wishes = wishes_of(graph, program.in_paths, roles.leaves(Role.STATE), leaves)
-    return Subjected(program, roles, graph, fingerprint(program, wishes.texts), wishes, leaves)
-
-
-def microbatched(subject: Subjected, count: int, platform: str) -> Subjected:
-    """The same step run as ``count`` microbatches, one after the other; plans of both bear the same fingerprint.
-
-    Raises :class:`~autopar.errors.PlanError` where the batch cannot be cut so.
-    """
-    if count == 1:
-        return subject
-    size, batch = subject.roles.batch_size, subject.roles.leaves(Role.BATCH)
-    if size is None:
-        raise PlanError(
-            f"num_microbatches={count}, but no argument was found to be the batch; name it with batch_argnums="
-        )
-    if size % count:
-        raise PlanError(f"num_microbatches={count} does not divide the batch of {size} examples")
-    examples = examples_of(subject.graph, batch, subject.roles.leaves(Role.STATE), count)
-    program = accumulated(subject.program, examples, batch)
-    graph = build_graph(program.jaxpr, platform=platform)
-    wishes = subject.wishes
-    if subject.leaves is not None:
-        wishes = wishes_of(graph, program.in_paths, subject.roles.leaves(Role.STATE), subject.leaves)
-    return replace(subject, program=program, graph=graph, wishes=wishes, num_microbatches=count, undivided=subject)
 
 
 def demands_of_user(subject: Subjected, cluster: Cluster, demands: Demands) -> UserDemands:
@@ -147,8 +70,9 @@ def make_plan(
     cluster: Cluster,
     demands: Demands,
     report_progress: Callable[[str], None] = lambda message: None,
-) -> tuple[Subjected, Plan, Found]:
-    """The plan of a program on a cluster, with the program that it is a plan of and the planner's own records.
+) -> tuple[Subjected, Plan, Found | None]:
+    """The plan of a program on a cluster, with the program that it is a plan of and the planner's own records (of
+    a pipeline none).
 
     Unless the number of microbatches is demanded, the batch stays whole if the fastest plan then keeps the memory
     budget; else cuts into 2, 4, 8, … are planned as well, until one is no longer squeezed, and the fastest is taken.
@@ -156,6 +80,8 @@ def make_plan(
     Raises :class:`~autopar.errors.PlanError` when a demand cannot be met.
     """
     subject = subject.undivided or subject
+    if wants_pipeline(demands):
+        return plan_pipeline(subject, cluster, demands, report_progress)
     report_progress("planning the whole batch at once")
     asked = demands.num_microbatches
     if asked is not None or not isinstance(method_of(demands.method), IntraOp):
@@ -241,13 +167,16 @@ def _plan_on(
         if not meshes:
             raise PlanError(f"method={method.name!r} cannot use mesh_shape={demands.mesh_shape}; leave one of them out")
     user = demands_of_user(subject, cluster, demands)
-    meshes = _meshes_of_user(meshes, user, method)
+    meshes = meshes_of_user(meshes, user, method)
     state = subject.roles.leaves(Role.STATE)
     examples_dim = 0 if subject.num_microbatches == 1 else 1
     view = Subject(subject.graph, state, subject.roles.leaves(Role.BATCH), examples_dim)
     donated = subject.donated if demands.donate_state else frozenset()
-    constraints = _without_axes_of_one(demands)
-    meshes = _meshes_with_names(meshes, constraints)
+    check_patterns(demands.constraints, subject.program.in_paths)
+    constraints = without_axes_of_one(demands)
+    folded = frozenset(subject.graph.inputs[position] for position in subject.folded)
+    named = Leaves(subject.graph, subject.names, folded)
+    meshes = meshes_with_names(meshes, constraints)
     is_asked = bool(demands.constraints) or user.meshes is not None
     task = Task(
         graph=subject.graph,
@@ -257,7 +186,7 @@ def _plan_on(
         meshes=meshes,
         budget_bytes=float(demands.memory_per_device or cluster.per_device_memory_bytes),
         restriction=lambda mesh: with_wishes(
-            _with_constraints(method.restriction(view, mesh), subject, constraints, mesh),
+            with_constraints(method.restriction(view, mesh), named, constraints, mesh),
             user,
             subject.graph,
             mesh,
@@ -292,118 +221,3 @@ def plan_of(subject: Subjected, cluster: Cluster, method_name: str, found: Found
         solver=found.solver,
         num_microbatches=subject.num_microbatches,
     )
-
-
-# --------------------------------------------------------------------------------------------- the user's constraints
-
-
-def _meshes_of_user(meshes: tuple[Mesh, ...], user: UserDemands, method: Method) -> tuple[Mesh, ...]:
-    """Meshes that the user's shardings leave; the free method takes any, a hand-made one has its own."""
-    if user.meshes is None:
-        return meshes
-    if isinstance(method, IntraOp):
-        return user.meshes
-    common = tuple(mesh for mesh in meshes if mesh in user.meshes)
-    if not common:
-        said = " or ".join(map(str, user.meshes))
-        raise PlanError(
-            f"method={method.name!r} cannot use the mesh {said} of the shardings in the code, its own are "
-            f'{" or ".join(map(str, meshes))}; use method="auto", {HOW_TO_IGNORE}'
-        )
-    return common
-
-
-def _meshes_with_names(meshes: tuple[Mesh, ...], constraints: Mapping[str, PartitionSpec]) -> tuple[Mesh, ...]:
-    """Meshes that have every axis that the constraints name.
-
-    The names of axes are ours to give, so a user's name may stand for either axis of a mesh; the ordered
-    factorisations cover both, for in each the sizes are exchanged.
-    """
-    named = {axis for spec in constraints.values() for entry in spec for axis in _axes_of(entry)}
-    fitting = tuple(mesh for mesh in meshes if named <= set(mesh.axis_names))
-    if not fitting:
-        raise PlanError(
-            f"the constraints name the mesh axes {sorted(named)}, but the meshes of this method have "
-            f"{sorted({name for mesh in meshes for name in mesh.axis_names})}"
-        )
-    return fitting
-
-
-def _without_axes_of_one(demands: Demands) -> dict[str, PartitionSpec]:
-    """The constraints without the axes that the demanded mesh shape gives size 1, which cut nothing and are left out."""
-    shape = demands.mesh_shape or ()
-    ones = {name for name, size in zip(AXIS_NAMES, shape, strict=False) if size == 1}
-
-    def rest(entry: Any) -> Any:
-        return tuple(axis for axis in _axes_of(entry) if axis not in ones) or None
-
-    return {
-        pattern: PartitionSpec(*map(rest, spec))
-        if ones & {axis for entry in spec for axis in _axes_of(entry)}
-        else spec
-        for pattern, spec in demands.constraints.items()
-    }
-
-
-def _axes_of(entry: Any) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _with_constraints(
-    restriction: Restriction, subject: Subjected, constraints: Mapping[str, PartitionSpec], mesh: Mesh
-) -> Restriction:
-    pinned = dict(restriction.pinned)
-    names = subject.names
-    for pattern, spec in constraints.items():
-        matches = [value for value, path in names.items() if path_matches(pattern, path)]
-        if not matches:
-            raise PlanError(_no_match(pattern, names.values()))
-        for value in matches:
-            rank = len(subject.graph.values[value].shape)
-            if len(spec) > rank:
-                raise PlanError(
-                    f"constraint {pattern!r}: {spec} has more entries than {names[value]} has dimensions ({rank})"
-                )
-            layout = _layout_of(pattern, spec, rank, mesh)
-            if pinned.get(value, layout) != layout:
-                raise PlanError(
-                    f"constraint {pattern!r} wants {names[value]} as {layout}, which collides with {pinned[value]} "
-                    "that another constraint or the method demands"
-                )
-            pinned[value] = layout
-    return replace(restriction, pinned=pinned, names=names)
-
-
-def _layout_of(pattern: str, spec: PartitionSpec, rank: int, mesh: Mesh) -> Layout:
-    """The layout that a spec of at most ``rank`` entries says, refused where no layout can say the same."""
-    entries = [_axes_of(entry) for entry in spec] + [()] * (rank - len(spec))
-    said = [axis for axes in entries for axis in axes]
-    twice = sorted({axis for axis in said if said.count(axis) > 1})
-    if twice:
-        raise PlanError(
-            f"constraint {pattern!r}: {spec} names the mesh axis {twice[0]!r} twice; an axis cuts one dimension"
-        )
-    for axes in entries:
-        in_order = tuple(name for name in mesh.axis_names if name in axes)
-        if axes != in_order:
-            raise PlanError(
-                f"constraint {pattern!r}: {spec} cuts a dimension by {axes}; axes of one dimension stand in the "
-                f"order of the mesh, major to minor: write {in_order}"
-            )
-    return Layout(tuple(entries))
-
-
-def _no_match(pattern: str, paths: Any) -> str:
-    import difflib
-
-    leaves = [slashed(path) for path in paths]
-    close = difflib.get_close_matches(pattern.replace("*", ""), leaves, n=3, cutoff=0.3) or leaves[:3]
-    return f"constraint {pattern!r} matches no argument leaf; leaves are named like {', '.join(close)}"
-
-
-def path_matches(pattern: str, path: str) -> bool:
-    """Whether a leaf path matches a glob: ``*`` within a name, ``**`` over any number of names."""
-    expression = re.escape(pattern).replace(r"\*\*/", "(?:.*/)?").replace(r"\*\*", ".*").replace(r"\*", "[^/]*")
-    return re.fullmatch(expression, slashed(path)) is not None

@@ -11,9 +11,9 @@ from autopar.cost_model.predict import predict
 from autopar.graph.fusion import fuse
 from autopar.graph.ir import Graph
 from autopar.plan import Layout, Plan, Stage, Strategy
-from autopar.planning import Demands, Subjected
 from autopar.schedule.reshard import divides
 from autopar.schedule.spmd import lower, output_layouts
+from autopar.subjects import Demands, Subjected
 
 
 def adapt_stage(plan: Plan, subject: Subjected, cluster: Cluster, demands: Demands) -> Plan | None:
@@ -21,7 +21,7 @@ def adapt_stage(plan: Plan, subject: Subjected, cluster: Cluster, demands: Deman
 
     That is when the program differs, something no longer divides, or the memory budget is exceeded.
     """
-    if plan.num_microbatches > 1:
+    if plan.num_microbatches > 1 or plan.is_pipeline:
         return None
     stage = plan.stages[0]
     graph = subject.graph

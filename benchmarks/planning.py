@@ -21,7 +21,8 @@ from rich.table import Table
 from autopar.cluster import Cluster
 from autopar.graph.roles import infer_roles
 from autopar.graph.tracing import trace
-from autopar.planning import Demands, make_plan, subject_of
+from autopar.planning import make_plan
+from autopar.subjects import Demands, subject_of
 from examples.gpt import model
 
 

@@ -23,7 +23,7 @@ from autopar.cost_model.simulate import Simulation, Work, simulate
 from autopar.cost_model.transfers import cheapest_transfer, finishing_seconds
 from autopar.graph.fusion import Fusion
 from autopar.graph.ir import Phase
-from autopar.plan import CollectiveUse
+from autopar.plan import CollectiveUse, Memory, Prediction
 from autopar.schedule.cross_mesh import CrossMeshTransfer, Placement
 from autopar.schedule.instructions import Part, Slot, Task
 from autopar.schedule.pipeline import Pipeline, StageLowering, layouts_of_crossing
@@ -61,6 +61,10 @@ class StageCost:
         """Seconds of one call; 0 where the stage has no such executable."""
         cost = self.executables.get((part, segment))
         return 0.0 if cost is None else cost.seconds
+
+    def step_seconds(self, count: int) -> float:
+        """Seconds of all calls in a step of ``count`` microbatches."""
+        return sum(cost.seconds * (count if part.per_microbatch else 1) for (part, _), cost in self.executables.items())
 
     @cached_property
     def slot_bytes(self) -> tuple[int, ...]:
@@ -156,6 +160,33 @@ def simulate_pipeline(
 
     work = Work(task_seconds, loads.__getitem__, slot_bytes, temporary_bytes)
     return simulate(pipeline.lists.lists, work, machine_of(pipeline, cluster))
+
+
+def predict_pipeline(pipeline: Pipeline, costs: Sequence[StageCost], simulation: Simulation) -> Prediction:
+    """What is said of a whole step: seconds as simulated; work and collectives of the busiest stage, on one of its devices;
+    bytes of the fullest device.
+    """
+    count = pipeline.order.num_microbatches
+    busiest = max(costs, key=lambda cost: cost.step_seconds(count))
+    runs = [(cost, count if part.per_microbatch else 1) for (part, _), cost in busiest.executables.items()]
+    collectives = [
+        replace(use, count=use.count * times, wire_bytes=use.wire_bytes * times, seconds=use.seconds * times)
+        for cost, times in runs
+        for use in cost.collectives
+    ]
+    peaks = simulation.peak_bytes
+    fullest = max(range(len(costs)), key=lambda stage: peaks[pipeline.order.mesh_of(stage)])
+    state, peak = costs[fullest].state_bytes, int(peaks[pipeline.order.mesh_of(fullest)])
+    return Prediction(
+        compute_seconds=sum(cost.compute_seconds * times for cost, times in runs),
+        communication_seconds=sum(cost.communication_seconds * times for cost, times in runs),
+        update_seconds=sum(cost.update_seconds * times for cost, times in runs),
+        flops=sum(cost.flops * times for cost, times in runs),
+        bytes_moved=sum(cost.bytes_moved * times for cost, times in runs),
+        collectives=tuple(collectives),
+        memory=Memory(state, state, state, peak - state, {"state": state, "other": peak - state}),
+        simulated_seconds=simulation.step_seconds,
+    )
 
 
 def machine_of(pipeline: Pipeline, cluster: Cluster) -> Machine:

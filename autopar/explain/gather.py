@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from autopar.cluster import Cluster
     from autopar.intra_op.search import Found
     from autopar.intra_op.why import Why
-    from autopar.planning import Demands, Subjected
+    from autopar.subjects import Demands, Subjected
 
 REPEATED_SHARE = 0.01
 """Repeated work below this share of the step is not worth a word."""

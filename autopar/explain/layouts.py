@@ -28,7 +28,7 @@ from autopar.wording import families, family_name
 if TYPE_CHECKING:
     from autopar.cluster import Mesh
     from autopar.intra_op.why import Alternative, Why
-    from autopar.planning import Subjected
+    from autopar.subjects import Subjected
 
 KIND_OF_ROLE = {
     Role.BATCH: LeafKind.BATCH,

@@ -10,37 +10,59 @@ again with P − M bytes less than its own program was predicted to need, until 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from autopar.cluster import Cluster, Mesh
-from autopar.cost_model.pipeline import StageCost, simulate_pipeline, stage_cost, transfers_of
+from autopar.cost_model.pipeline import StageCost, simulate_pipeline, stage_cost
 from autopar.cost_model.simulate import Simulation
-from autopar.errors import BudgetError
+from autopar.errors import BudgetError, PlanError
 from autopar.graph.build import build_graph
 from autopar.graph.fingerprint import structure
 from autopar.graph.ir import Graph
+from autopar.inter_op.assemble import Running, assemble
 from autopar.inter_op.cut import cut
 from autopar.inter_op.looped import Looped
+from autopar.inter_op.placing import forward_operators
 from autopar.intra_op.restrict import Restriction
 from autopar.intra_op.search import Found, Task, search
 from autopar.plan import Schedule
 from autopar.schedule.cross_mesh import CrossMeshTransfer
-from autopar.schedule.orders import make_order
-from autopar.schedule.pipeline import Pipeline, StageLowering, lower_stage, pipeline_of
-from autopar.schedule.stage_program import Cut, StageProgram
+from autopar.schedule.pipeline import Pipeline
+from autopar.schedule.stage_program import Cut, Passing, StageProgram
 from autopar.wording import bytes_text
 
 SQUEEZES = 4
 """How often a stage over the budget is laid out anew with less."""
 
 
+MAX_AXES = 2
+"""Meshes of stages have so many axes at most, unless more are asked for."""
+
+
+@dataclass(frozen=True)
+class StageDemands:
+    """What is asked of the plan of one stage (see :class:`autopar.intra_op.search.Task`)."""
+
+    meshes: tuple[Mesh, ...]
+    restriction: Callable[[Mesh], Restriction] = lambda mesh: Restriction()
+    separate: frozenset[int] = frozenset()
+    may_rename_axes: bool = True
+
+
+def any_plan(program: StageProgram, graph: Graph, cluster: Cluster) -> StageDemands:
+    """Nothing is asked of a stage."""
+    return StageDemands(tuple(cluster.logical_mesh_shapes(MAX_AXES)))
+
+
 @dataclass(frozen=True)
 class PipelineTask:
     """What is to be planned: a looped step on a cluster.
 
-    ``names`` are paths of the step's inputs, ``budget_bytes`` is what one device may hold; ``restriction`` is asked for each
-    stage and mesh, with the inputs' positions in the step by value.
+    ``names`` are paths of the step's inputs, ``budget_bytes`` is what one device may hold; ``demands`` is asked for each
+    stage, its graph and the cluster of its devices alone.
     """
 
     loop: Looped
@@ -49,10 +71,9 @@ class PipelineTask:
     budget_bytes: float
     names: Sequence[str]
     donates_state: bool = True
-    max_axes: int = 2
     solver_seconds: float = 60.0
     report_progress: Callable[[str], None] = lambda message: None
-    restriction: Callable[[Graph, Mapping[int, int], Mesh], Restriction] = lambda graph, leaves, mesh: Restriction()
+    demands: Callable[[StageProgram, Graph, Cluster], StageDemands] = any_plan
 
 
 @dataclass(frozen=True)
@@ -95,22 +116,22 @@ class StagePlanner:
         """The pipeline of a layout; raises :class:`~autopar.errors.BudgetError` where no stage plan keeps the budget."""
         made = self.cut(layout.cuts)
         budgets = [float("inf")] * len(made.stages)
-        for _ in range(SQUEEZES):
-            found = self._stages(layout, made, budgets)
+        for attempt in range(SQUEEZES + 1):
+            found = [
+                self._stage(program, devices, budget)
+                for program, devices, budget in zip(made.stages, layout.devices, budgets, strict=True)
+            ]
             result = self._simulated(layout, made, found)
             over = [peak - self._task.budget_bytes for peak in result.simulation.peak_bytes]
             if max(over) <= 0:
                 return result
+            if attempt == SQUEEZES:
+                break
             for stage, excess in enumerate(over):
                 if excess > 0:
                     budgets[stage] = found[stage].prediction.memory.total_bytes - 1.02 * excess
-        raise self._over_budget(result)
-
-    def _stages(self, layout: Layout, made: Cut, budgets: Sequence[float]) -> list[Found]:
-        return [
-            self._stage(program, devices, budget)
-            for program, devices, budget in zip(made.stages, layout.devices, budgets, strict=True)
-        ]
+        worst = max(range(len(over)), key=over.__getitem__)
+        raise self._over_budget(worst, result)
 
     def cut(self, cuts: tuple[int, ...]) -> Cut:
         """The step cut before these forward operators."""
@@ -128,52 +149,47 @@ class StagePlanner:
         task = self._task
         graph, text = self._graph(program)
         cluster = subcluster(task.cluster, devices)
-        key = (text, program.state_pairs, cluster, budget_bytes)
+        asked = task.demands(program, graph, cluster)
+        restrictions = {mesh: asked.restriction(mesh) for mesh in asked.meshes}
+        said = tuple((mesh, restriction.key) for mesh, restriction in restrictions.items())
+        key = (text, program.state_pairs, cluster, budget_bytes, said, asked.separate)
         if key in self._solved:
             return self._solved[key]
-        leaves = {
-            value: end.position for value, end in zip(graph.inputs, program.inputs, strict=True) if end.position >= 0
-        }
-        donated = frozenset(source for source, _ in program.state_pairs) if task.donates_state else frozenset()
-        meshes = tuple(cluster.logical_mesh_shapes(task.max_axes))
+        leaves = leaves_of(program, graph)
+        batch = tuple(k for k, end in enumerate(program.inputs) if end.position in set(task.loop.batch))
         self._solved[key] = search(
             Task(
                 graph=graph,
                 state_pairs=program.state_pairs,
-                donated=donated,
+                donated=frozenset(source for source, _ in program.state_pairs) if task.donates_state else frozenset(),
                 cluster=cluster,
-                meshes=meshes,
+                meshes=asked.meshes,
                 budget_bytes=budget_bytes,
-                restriction=lambda mesh: task.restriction(graph, leaves, mesh),
-                batch=tuple(
-                    number for number, end in enumerate(program.inputs) if end.position in set(task.loop.batch)
-                ),
+                restriction=restrictions.__getitem__,
+                batch=batch if asked.may_rename_axes else (),
                 examples_dim=1,
                 solver_seconds=task.solver_seconds,
                 names={value: task.names[position] for value, position in leaves.items()},
                 report_progress=task.report_progress,
+                separate=asked.separate,
             )
         )
         return self._solved[key]
 
     def _simulated(self, layout: Layout, made: Cut, found: Sequence[Found]) -> PipelineFound:
         task = self._task
-        lowered: list[StageLowering] = []
-        costs: list[StageCost] = []
-        for program, one, devices in zip(made.stages, found, layout.devices, strict=True):
-            graph, _ = self._graph(program)
-            stage = replace(one.stage, devices=devices)
-            lowered.append(lower_stage(program, graph, stage, donates_state=task.donates_state))
-            costs.append(stage_cost(lowered[-1], one.problem.fusion, subcluster(task.cluster, devices)))
-        order = make_order(layout.schedule, len(lowered), task.loop.count)
-        pipeline = pipeline_of(lowered, made.crossings, order)
-        transfers = transfers_of(pipeline, task.cluster)
-        simulation = simulate_pipeline(pipeline, costs, transfers, task.cluster)
-        return PipelineFound(layout, made, pipeline, tuple(costs), transfers, simulation, tuple(found))
+        stages = [replace(one.stage, devices=devices) for one, devices in zip(found, layout.devices, strict=True)]
+        graphs = [self._graph(program)[0] for program in made.stages]
+        running = Running(layout.schedule, task.loop.count, task.donates_state)
+        whole = assemble(made, graphs, stages, running, task.cluster)
+        costs = tuple(
+            stage_cost(lowering, one.problem.fusion, subcluster(task.cluster, lowering.stage.devices))
+            for lowering, one in zip(whole.pipeline.stages, found, strict=True)
+        )
+        simulation = simulate_pipeline(whole.pipeline, costs, whole.transfers, task.cluster)
+        return PipelineFound(layout, made, whole.pipeline, costs, whole.transfers, simulation, tuple(found))
 
-    def _over_budget(self, result: PipelineFound) -> BudgetError:
-        peaks = result.simulation.peak_bytes
-        stage = max(range(len(peaks)), key=peaks.__getitem__)
+    def _over_budget(self, stage: int, result: PipelineFound) -> BudgetError:
         largest = result.found[stage].prediction.memory.largest
         tenants = "; ".join(f"{name}: {bytes_text(size)}" for name, size in largest[:3])
         return BudgetError(
@@ -182,6 +198,11 @@ class StagePlanner:
             f"{bytes_text(self._task.budget_bytes)}. Its largest tenants are {tenants}. Use more stages or devices, more "
             "microbatches, another schedule, or raise memory_per_device=."
         )
+
+
+def leaves_of(program: StageProgram, graph: Graph) -> dict[int, int]:
+    """Positions in the step of the leaves that a stage reads, those it receives from another stage included, by value."""
+    return {value: end.position for value, end in zip(graph.inputs, program.inputs, strict=True) if end.position >= 0}
 
 
 def subcluster(cluster: Cluster, devices: Sequence[int]) -> Cluster:
@@ -194,32 +215,34 @@ def subcluster(cluster: Cluster, devices: Sequence[int]) -> Cluster:
     return cluster.replace(hosts=len(hosts), devices_per_host=per_host, profile=profile)
 
 
-def whole_on(task: PipelineTask, size: int, *, budget_bytes: float) -> tuple[Found, Cluster]:
-    """The whole looped step laid out on the first ``size`` devices, and these as a cluster.
-
-    Raises :class:`~autopar.errors.BudgetError` where no plan keeps the budget.
-    """
-    cluster = subcluster(task.cluster, range(size))
-    graph = task.loop.graph
-    leaves = {value: position for position, value in enumerate(graph.inputs)}
-    found = search(
-        Task(
-            graph=graph,
-            state_pairs=task.state_pairs,
-            donated=frozenset(source for source, _ in task.state_pairs) if task.donates_state else frozenset(),
-            cluster=cluster,
-            meshes=tuple(cluster.logical_mesh_shapes(task.max_axes)),
-            budget_bytes=budget_bytes,
-            restriction=lambda mesh: task.restriction(graph, leaves, mesh),
-            solver_seconds=task.solver_seconds,
-            names={value: task.names[position] for value, position in leaves.items()},
-            report_progress=task.report_progress,
-        )
-    )
-    return found, cluster
-
-
 def even_devices(cluster: Cluster, num_stages: int) -> tuple[tuple[int, ...], ...]:
     """The devices of a cluster in as many runs of one length."""
     each = cluster.num_devices // num_stages
     return tuple(tuple(range(stage * each, (stage + 1) * each)) for stage in range(num_stages))
+
+
+def bytes_between_stages(found: PipelineFound) -> int:
+    """Bytes of all whole arrays that cross between stages in one step."""
+    count = found.pipeline.order.num_microbatches
+    return sum(
+        crossing.size_bytes * (count if crossing.passing is Passing.MICRO else 1) for crossing in found.cut.crossings
+    )
+
+
+def even_cuts(loop: Looped, num_stages: int) -> tuple[int, ...]:
+    """Cuts of the forward pass into stages of about the same FLOPs.
+
+    Raises :class:`~autopar.errors.PlanError` where it has fewer operators than that.
+    """
+    flops = [operator.flops for operator in forward_operators(loop)]
+    if len(flops) < num_stages:
+        raise PlanError(
+            f"the forward pass has {len(flops)} operators that can be told apart, too few for {num_stages} stages; a "
+            "loop over layers (scan) stays on one stage: ask for fewer stages, or write the layers out"
+        )
+    done = list(accumulate(flops))
+    cuts: list[int] = []
+    for stage in range(1, num_stages):
+        wanted = bisect_left(done, done[-1] * stage / num_stages) + 1
+        cuts.append(min(max(wanted, cuts[-1] + 1 if cuts else 1), len(flops) - num_stages + stage))
+    return tuple(cuts)

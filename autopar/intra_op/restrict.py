@@ -33,6 +33,18 @@ class Restriction:
     """Paths of values, for messages."""
     limited: Mapping[int, frozenset[Layout]] = field(default_factory=dict)
 
+    @property
+    def key(self) -> Hashable:
+        """Equal for restrictions that say the same of the same values."""
+        reach = self.reach or {}
+        return (
+            tuple(sorted((v, str(layout)) for v, layout in self.pinned.items())),
+            tuple(sorted((v, str(layout)) for v, layout in self.pinned_copies.items())),
+            tuple(sorted((v, tuple(sorted(map(str, layouts)))) for v, layouts in self.limited.items())),
+            self.reach is None,
+            tuple((axis, tuple(sorted((v, tuple(sorted(dims))) for v, dims in reach[axis].items()))) for axis in reach),
+        )
+
     def of_nodes(self, problem: Problem, mesh: Mesh) -> dict[int, frozenset[Layout]]:
         """Node index → the layouts that are left to it (only nodes that are restricted).
 

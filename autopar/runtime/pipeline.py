@@ -7,8 +7,11 @@ messages that no other thread has sent yet.  Whatever fails on one mesh ends the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -66,6 +69,28 @@ class Interpreter:
         return arrays
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """Where a leaf of the step goes: ``slot`` of a mesh, with ``sharding`` and ``dtype`` there."""
+
+    mesh: int
+    slot: Slot
+    position: int
+    sharding: jax.sharding.NamedSharding
+    dtype: Any
+    is_donated: bool = False
+
+    def put(self, leaf: Any) -> jax.Array:
+        """The leaf on its devices: as it is where it lies there already."""
+        if not isinstance(leaf, jax.Array):
+            leaf = np.asarray(leaf, dtype=self.dtype)
+        elif leaf.sharding == self.sharding:
+            return leaf
+        elif self.is_donated:
+            leaf = leaf.copy()  # device_put would share the piece that stays where it is
+        return jax.device_put(leaf, self.sharding, may_alias=False if self.is_donated else None)
+
+
 class PipelineExecutor:
     """Owns the executables of a pipeline over the devices of this process."""
 
@@ -90,6 +115,8 @@ class PipelineExecutor:
             if transfer.moves
         }
         self._interpreter = Interpreter(self.executables, self._transport, finish)
+        self._whole, self._rows = tuple(self._entries()), tuple(self._row_entries())
+        self._counted = tuple(self._numbers())
         self._threads = ThreadPoolExecutor(len(pipeline.lists.lists), thread_name_prefix="autopar-mesh")
         self.compile_seconds = time.monotonic() - started
 
@@ -104,51 +131,94 @@ class PipelineExecutor:
         return found
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
-        """Run one step on flat leaves; batch leaves are (N, B/N, …). Results are in the order of the step's outputs."""
-        arrays = self._given(leaves)
+        """Run one step on flat leaves; batch leaves are (N, B/N, …). Results are in the order of the step's outputs.
+
+        What fails on any mesh is raised; then all meshes have come to rest, and another step may follow.
+        """
+        with jax.disable_jit(False):  # which would ask for functions, to run them in Python
+            arrays = self._given(leaves)
         lists = self._pipeline.lists.lists
+        wide = bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
+        walks = [partial(self._walk, mesh, lists[mesh], arrays[mesh], wide) for mesh in range(len(lists))]
+        del arrays  # the lists free what is in their slots
+        futures = [self._threads.submit(walk) for walk in walks]
+        del walks
         try:
-            futures = [self._threads.submit(self._walk, mesh, lists[mesh], arrays[mesh]) for mesh in range(len(lists))]
             failures = [error for future in futures if (error := future.exception()) is not None]
+        except BaseException as error:  # an interrupt, while this thread waits
+            self._transport.fail(error)
+            raise
         finally:
+            wait(futures)
             self._transport.clear()
         if failures:
             raise next((error for error in failures if error.__cause__ is None), failures[0])
         return self._results([future.result() for future in futures])
 
     def _walk(
-        self, mesh: int, instructions: Sequence[Instruction], arrays: dict[Slot, jax.Array]
+        self, mesh: int, instructions: Sequence[Instruction], arrays: dict[Slot, jax.Array], wide: bool
     ) -> dict[Slot, jax.Array]:
         try:
-            return self._interpreter.run(instructions, arrays)
+            with jax.enable_x64(wide), jax.disable_jit(False):  # what the caller's thread says holds there alone
+                return self._interpreter.run(instructions, arrays)
         except BaseException as error:
             self._transport.fail(error)
             raise
 
     # --- what goes in and what comes out ---
 
-    def _given(self, leaves: Sequence[Any]) -> list[dict[Slot, jax.Array]]:
-        """The arrays in the slots that are given, for each mesh."""
-        given: list[dict[Slot, jax.Array]] = [{} for _ in self._pipeline.lists.lists]
+    def _entries(self) -> Iterator[_Entry]:
+        """What the caller gives, slot by slot."""
+        given = self._pipeline.lists.given
         for stage, lowering in enumerate(self._pipeline.stages):
+            names, slices, avals = lowering.names, lowering.slices, avals_of(lowering.graph)
+            donated = {one.arguments[position].place for one in slices.executables for position in one.donated}
             mesh = self._pipeline.order.mesh_of(stage)
-            names = lowering.names
-            donated = {
-                place for one in lowering.slices.executables for place in (one.arguments[k].place for k in one.donated)
-            }
-            wanted = {slot for slot in self._pipeline.lists.given if slot.stage == stage}
-            for end, place in zip(lowering.program.inputs, lowering.slices.inputs, strict=True):
+            for end, place in zip(lowering.program.inputs, slices.inputs, strict=True):
                 slot = Slot(stage, names[place])
-                if end.crossing is None and slot in wanted:
+                if end.crossing is None and slot in given:
                     sharding = stored_sharding(place.buffer.layout, self._meshes[stage])
-                    given[mesh][slot] = _put(leaves[end.position], sharding, keeps=place not in donated)
+                    dtype = avals[place.buffer.value].dtype
+                    yield _Entry(mesh, slot, end.position, sharding, dtype, is_donated=place in donated)
+
+    def _row_entries(self) -> Iterator[_Entry]:
+        """Rows of batch leaves, one entry for all microbatches."""
+        for stage, lowering in enumerate(self._pipeline.stages):
+            avals, mesh = avals_of(lowering.graph), self._pipeline.order.mesh_of(stage)
             for source, place in lowering.slices.rows:
-                sharding = stored_sharding(place.buffer.layout, self._meshes[stage])
-                for number in range(self._pipeline.order.num_microbatches):
-                    row = np.int32(number)
-                    if source is not None:
-                        row = leaves[lowering.program.inputs[source].position][number]
-                    given[mesh][Slot(stage, names[place], number)] = _put(row, sharding, keeps=True)
+                if source is not None:
+                    sharding = stored_sharding(place.buffer.layout, self._meshes[stage])
+                    slot, dtype = Slot(stage, lowering.names[place]), avals[place.buffer.value].dtype
+                    yield _Entry(mesh, slot, lowering.program.inputs[source].position, sharding, dtype)
+
+    def _numbers(self) -> Iterator[tuple[int, Slot, jax.Array]]:
+        """The numbers of the microbatches where a stage reads them: the same in every step."""
+        for stage, lowering in enumerate(self._pipeline.stages):
+            for source, place in lowering.slices.rows:
+                if source is None:
+                    sharding = stored_sharding(place.buffer.layout, self._meshes[stage])
+                    for number in range(self._pipeline.order.num_microbatches):
+                        array = jax.device_put(np.int32(number), sharding)
+                        yield self._pipeline.order.mesh_of(stage), Slot(stage, lowering.names[place], number), array
+
+    def _given(self, leaves: Sequence[Any]) -> list[dict[Slot, jax.Array]]:
+        """The arrays in the slots that are given, for each mesh.
+
+        What is donated shares no memory with what the caller keeps, nor with another leaf.
+        """
+        given: list[dict[Slot, jax.Array]] = [{} for _ in self._pipeline.lists.lists]
+        times = Counter(map(id, leaves))
+        for entry in self._whole:
+            leaf = leaves[entry.position]
+            if entry.is_donated and isinstance(leaf, jax.Array) and times[id(leaf)] > 1:
+                leaf = leaf.copy()
+            given[entry.mesh][entry.slot] = entry.put(leaf)
+        for entry in self._rows:
+            for number in range(self._pipeline.order.num_microbatches):
+                slot = Slot(entry.slot.stage, entry.slot.name, number)
+                given[entry.mesh][slot] = entry.put(leaves[entry.position][number])
+        for mesh, slot, array in self._counted:
+            given[mesh][slot] = array
         return given
 
     def _results(self, left: Sequence[dict[Slot, jax.Array]]) -> list[Any]:
@@ -175,15 +245,9 @@ class PipelineExecutor:
             for (stage, part, segment), one in self.executables.items()
         )
 
-
-def _put(leaf: Any, sharding: jax.sharding.NamedSharding, *, keeps: bool) -> jax.Array:
-    """The leaf on its devices; what is not kept shares no memory with what the caller has."""
-    if isinstance(leaf, jax.Array):
-        if leaf.sharding == sharding:
-            return leaf
-        if not keeps:
-            leaf = leaf.copy()
-    return jax.device_put(leaf, sharding, may_alias=None if keeps else False)
+    def memory_analysis(self) -> dict[Key, Any]:
+        """XLA's own account of bytes on one device, for each executable."""
+        return {key: one.memory_analysis() for key, one in self.executables.items()}
 
 
 def _finisher(transfer: CrossMeshTransfer, mesh: jax.sharding.Mesh) -> Callable[[jax.Array], jax.Array]:

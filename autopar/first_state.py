@@ -1,0 +1,63 @@
+"""The first state, born where the plan wants it: no device ever holds the whole.
+
+An initialiser is run as a program of its own whose outputs lie as the step wants its inputs.  For a pipeline it is run once
+for every stage, without all that only other stages' leaves need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax import tree_util
+
+from autopar import _compat
+from autopar.cluster import Cluster
+from autopar.graph.roles import Role, Roles
+from autopar.graph.tracing import TracedProgram
+from autopar.inter_op.stages import subcluster
+from autopar.intra_op.initial import plan_initialiser
+from autopar.plan import Plan
+from autopar.runtime.executor import Executor
+from autopar.subjects import subject_of
+
+
+def born_sharded(traced: TracedProgram, plan: Plan, cluster: Cluster, stage_of: Mapping[int, int]) -> Any:
+    """What an initialiser returns, leaf k in the layout of the plan's input k; ``stage_of`` names the stages of a pipeline."""
+    found: dict[int, jax.Array] = {}
+    for number in range(len(plan.stages)):
+        positions = [k for k in range(len(traced.out_avals)) if stage_of.get(k, 0) == number]
+        if positions:
+            part = traced if len(plan.stages) == 1 else _only(traced, positions, with_effects=number == 0)
+            found.update(zip(positions, _born_on(part, positions, plan, number, cluster), strict=True))
+    return tree_util.tree_unflatten(traced.out_tree, [found[k] for k in sorted(found)])
+
+
+def _born_on(
+    traced: TracedProgram, positions: Sequence[int], plan: Plan, number: int, cluster: Cluster
+) -> list[jax.Array]:
+    stage = plan.stages[number]
+    numbers = stage.devices or tuple(range(plan.num_devices))
+    subject = subject_of(traced, Roles((Role.HIDDEN,) * len(traced.in_keys), (), None), cluster.device.platform.value)
+    layouts = tuple(plan.in_layouts[k] for k in positions)
+    program = plan_initialiser(subject.graph, stage.mesh, subcluster(cluster, numbers), layouts)
+    devices = jax.devices()
+    here = [devices[k] for k in numbers] if max(numbers) < len(devices) else devices
+    return Executor(program, traced.in_avals, frozenset(), here)(list(traced.hidden))
+
+
+def _only(traced: TracedProgram, positions: Sequence[int], *, with_effects: bool) -> TracedProgram:
+    """The program with these outputs alone, and without what they do not need."""
+    jaxpr = _compat.jaxpr_of(traced.jaxpr)
+    outvars = [jaxpr.outvars[k] for k in positions]
+    needed = {atom for atom in outvars if not isinstance(atom, _compat.Literal)}
+    kept = []
+    for equation in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(equation.outvars) or (with_effects and equation.effects):
+            kept.append(equation)
+            needed.update(atom for atom in equation.invars if not isinstance(atom, _compat.Literal))
+    closed = _compat.make_closed_jaxpr(jaxpr.invars, outvars, kept[::-1], traced.jaxpr)
+    keys, avals = (tuple(those[k] for k in positions) for those in (traced.out_keys, traced.out_avals))
+    return replace(traced, jaxpr=closed, out_keys=keys, out_avals=avals)

@@ -1,0 +1,245 @@
+"""Pipelines that the user asks for: so many stages, on these devices, in this order.
+
+The forward pass is cut into stages of about the same work; each stage is laid out on its own devices by the integer program,
+under what the method and the user forbid there (:mod:`autopar.inter_op.stages`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+import jax
+
+from autopar.cluster import Cluster, Mesh
+from autopar.constraints import (
+    Leaves,
+    check_patterns,
+    meshes_of_user,
+    meshes_with_names,
+    with_constraints,
+    without_axes_of_one,
+)
+from autopar.cost_model.pipeline import predict_pipeline
+from autopar.errors import PlanError
+from autopar.graph.ir import Graph
+from autopar.graph.roles import Role
+from autopar.graph.wishes import Origin, wishes_of
+from autopar.inter_op.assemble import Assembled, assemble_plan, layouts_of_leaves
+from autopar.inter_op.examples import CoupledBatchError
+from autopar.inter_op.looped import Looped, looped
+from autopar.inter_op.stages import (
+    Layout,
+    PipelineFound,
+    PipelineTask,
+    StageDemands,
+    StagePlanner,
+    even_cuts,
+    even_devices,
+    leaves_of,
+)
+from autopar.intra_op.restrict import Restriction
+from autopar.methods import InterOp, IntraOp, Subject, mesh_of, method_of
+from autopar.plan import Plan, Schedule, SolverReport
+from autopar.schedule.stage_program import StageProgram
+from autopar.subjects import Demands, Subjected, as_loop
+from autopar.user_shardings import UserDemands, UserShardings, user_demands, with_wishes
+
+MICROBATCHES_PER_STAGE = 4
+"""Unless told otherwise a pipeline runs up to so many microbatches for each stage: the bubble is then below a fifth."""
+
+
+def wants_pipeline(demands: Demands) -> bool:
+    """Whether several stages are demanded."""
+    if demands.stages is None:
+        return isinstance(method_of(demands.method), InterOp)
+    return demands.stages != 1
+
+
+def plan_pipeline(
+    subject: Subjected, cluster: Cluster, demands: Demands, report_progress: Callable[[str], None]
+) -> tuple[Subjected, Plan, None]:
+    """The plan of the pipeline that is demanded, with the program that it is a plan of.
+
+    Raises :class:`~autopar.errors.PlanError` where a demand cannot be met.
+    """
+    check_patterns(demands.constraints, subject.program.in_paths)
+    refusal: PlanError | None = None
+    for devices in _devices_demanded(demands, cluster):
+        one = _as_microbatches(subject, len(devices), cluster, demands)
+        loop = loop_of(one)
+        try:
+            cuts = even_cuts(loop, len(devices))
+        except PlanError as error:
+            refusal = refusal or error
+            continue
+        task = pipeline_task(one, loop, cluster, demands, report_progress)
+        schedule = demands.schedule or Schedule.ONE_F_ONE_B
+        found = StagePlanner(task).plan(Layout(cuts, devices, schedule))
+        return one, plan_of_pipeline(one, cluster, demands, found), None
+    assert refusal is not None
+    raise refusal
+
+
+def loop_of(subject: Subjected) -> Looped:
+    """The loop over microbatches in a step that was rewritten as one."""
+    return looped(subject.graph, subject.roles.leaves(Role.BATCH), subject.num_microbatches)
+
+
+def pipeline_task(
+    subject: Subjected, loop: Looped, cluster: Cluster, demands: Demands, report_progress: Callable[[str], None]
+) -> PipelineTask:
+    """The task of planning stages of a looped step, whichever they are."""
+    return PipelineTask(
+        loop,
+        subject.roles.state_pairs,
+        cluster,
+        float(demands.memory_per_device or cluster.per_device_memory_bytes),
+        subject.program.in_paths,
+        donates_state=demands.donate_state,
+        solver_seconds=demands.solver_seconds,
+        report_progress=report_progress,
+        demands=_StageDemands(subject, demands),
+    )
+
+
+def assembled(plan: Plan, subject: Subjected, cluster: Cluster, *, donates_state: bool) -> Assembled:
+    """What a plan of several stages runs; ``subject`` runs in the plan's microbatches (:func:`as_loop`)."""
+    return assemble_plan(plan, loop_of(subject), subject.roles.state_pairs, cluster, donates_state=donates_state)
+
+
+def plan_of_pipeline(subject: Subjected, cluster: Cluster, demands: Demands, found: PipelineFound) -> Plan:
+    """The planner's answer as plain data."""
+    stages = found.pipeline.stages
+    in_layouts, out_layouts = layouts_of_leaves(stages, subject.graph)
+    reports = tuple({id(one): one.solver for one in found.found}.values())
+    return Plan(
+        fingerprint=subject.fingerprint,
+        jax_version=jax.__version__,
+        method=method_of(demands.method).name,
+        cluster=cluster.name,
+        num_devices=cluster.num_devices,
+        stages=tuple(lowering.stage for lowering in stages),
+        in_paths=subject.program.in_paths,
+        out_paths=subject.program.out_paths,
+        in_layouts=in_layouts,
+        out_layouts=out_layouts,
+        prediction=predict_pipeline(found.pipeline, found.costs, found.simulation),
+        solver=SolverReport(
+            variables=sum(one.variables for one in reports),
+            variables_after_reduction=sum(one.variables_after_reduction for one in reports),
+            seconds=sum(one.seconds for one in reports),
+            gap=max(one.gap for one in reports),
+            meshes_tried=tuple(dict.fromkeys(mesh for one in reports for mesh in one.meshes_tried)),
+        ),
+        num_microbatches=subject.num_microbatches,
+        schedule=found.layout.schedule,
+        cuts=found.layout.cuts,
+    )
+
+
+# -------------------------------------------------------------------------------------------- devices and microbatches
+
+
+def _devices_demanded(demands: Demands, cluster: Cluster) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """The devices of each stage; of the method that has a stage on every device also those of fewer stages."""
+    stages, count = demands.stages, cluster.num_devices
+    is_alone = isinstance(method_of(demands.method), InterOp)
+    if isinstance(stages, tuple):
+        _check_devices(stages, cluster)
+        yield stages
+    elif isinstance(stages, int):
+        if count % stages:
+            raise PlanError(
+                f"stages={stages} does not divide the {count} devices of {cluster.name}; give a number that does, or the "
+                "ids of each stage's devices, for example stages=[[0, 1], [2, 3]]"
+            )
+        yield tuple((stage,) for stage in range(stages)) if is_alone else even_devices(cluster, stages)
+    else:
+        yield even_devices(cluster, count)
+        lower = 1 << (count - 1).bit_length() - 1 if count > 1 else 0
+        while lower > 1:
+            yield tuple((stage,) for stage in range(lower))
+            lower //= 2
+
+
+def _check_devices(stages: tuple[tuple[int, ...], ...], cluster: Cluster) -> None:
+    for number, devices in enumerate(stages):
+        if beyond := [device for device in devices if not 0 <= device < cluster.num_devices]:
+            raise PlanError(
+                f"stages: stage {number + 1} has the device {beyond[0]}, and the devices of {cluster.name} are 0 to "
+                f"{cluster.num_devices - 1}"
+            )
+        on_host: dict[int, int] = {}
+        for device in devices:
+            on_host[device // cluster.devices_per_host] = on_host.get(device // cluster.devices_per_host, 0) + 1
+        if len(set(on_host.values())) > 1:
+            raise PlanError(
+                f"stages: stage {number + 1} has {' and '.join(map(str, on_host.values()))} devices on its hosts; give it "
+                "as many devices on each host that it uses"
+            )
+
+
+def _as_microbatches(subject: Subjected, num_stages: int, cluster: Cluster, demands: Demands) -> Subjected:
+    """The step as a loop over the microbatches that are demanded, or over as many as are of use."""
+    platform = cluster.device.platform.value
+    if demands.num_microbatches is not None:
+        return as_loop(subject, demands.num_microbatches, platform)
+    size, count = subject.roles.batch_size, 1
+    while size is not None and size % (2 * count) == 0 and 2 * count <= MICROBATCHES_PER_STAGE * num_stages:
+        count *= 2
+    try:
+        return as_loop(subject, count, platform)
+    except CoupledBatchError as error:
+        return replace(as_loop(subject, 1, platform), coupling=str(error))
+
+
+# ------------------------------------------------------------------------------------------------- what stages may do
+
+
+class _StageDemands:
+    """What the method and the user ask of a stage; called for each."""
+
+    def __init__(self, subject: Subjected, demands: Demands) -> None:
+        self._subject, self._demands = subject, demands
+        self._method = method_of(demands.method)
+        self._state = frozenset(subject.roles.leaves(Role.STATE))
+        self._batch = frozenset(subject.roles.leaves(Role.BATCH))
+        if not isinstance(self._method, IntraOp | InterOp):
+            raise PlanError(
+                f'method={self._method.name!r} is not available for stages of a pipeline; use method="auto" with '
+                "constraints=, or leave stages= out"
+            )
+
+    def __call__(self, program: StageProgram, graph: Graph, cluster: Cluster) -> StageDemands:
+        demands, method = self._demands, self._method
+        leaves = leaves_of(program, graph)
+        names = {value: self._subject.program.in_paths[position] for value, position in leaves.items()}
+        own = [k for k, value in enumerate(graph.inputs) if leaves.get(value) in self._state]
+        rows = [k for k, value in enumerate(graph.inputs) if leaves.get(value) in self._batch]
+        meshes = method.meshes(cluster)
+        if demands.mesh_shape is not None:
+            meshes = (mesh_of(demands.mesh_shape, cluster),)
+        user = self._of_user(graph, names, own, cluster)
+        meshes = meshes_of_user(meshes, user, method)
+        constraints = without_axes_of_one(demands)
+        meshes = meshes_with_names(meshes, constraints)
+        view = Subject(graph, tuple(own), tuple(rows), 1)
+        named = Leaves(graph, names, frozenset(graph.inputs[k] for k in rows))
+
+        def restriction(mesh: Mesh) -> Restriction:
+            allowed = with_constraints(method.restriction(view, mesh), named, constraints, mesh)
+            return with_wishes(allowed, user, graph, mesh)
+
+        separate = frozenset(wish.value for wish in user.wishes if wish.origin is Origin.CODE)
+        return StageDemands(meshes, restriction, separate, not demands.constraints and user.meshes is None)
+
+    def _of_user(self, graph: Graph, names: Mapping[int, str], state: list[int], cluster: Cluster) -> UserDemands:
+        """What shardings in the user's code ask of a stage: meshes there are those of its devices alone."""
+        subject, demands = self._subject, self._demands
+        if demands.user_shardings is UserShardings.IGNORE or subject.leaves is None:
+            return UserDemands()
+        paths = [names.get(value, f"<received {number}>") for number, value in enumerate(graph.inputs)]
+        wishes = wishes_of(graph, paths, state, subject.leaves)
+        shape = demands.mesh_shape
+        return user_demands(wishes, graph, cluster, mesh_shape=shape, is_free=isinstance(self._method, IntraOp))

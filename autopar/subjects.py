@@ -1,0 +1,123 @@
+"""What is planned, and what is asked of its plan: a traced program with its graph, and the user's demands.
+
+A step may stand for itself, or be rewritten as a loop over its microbatches (:mod:`autopar.inter_op.accumulate`,
+:mod:`autopar.inter_op.looped`); plans of either bear the fingerprint of the step as it was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from jax.sharding import PartitionSpec
+
+from autopar.errors import PlanError
+from autopar.graph.build import build_graph
+from autopar.graph.fingerprint import fingerprint
+from autopar.graph.ir import Graph
+from autopar.graph.roles import Role, Roles
+from autopar.graph.tracing import TracedProgram
+from autopar.graph.wishes import LeafWishes, Wishes, wishes_of
+from autopar.inter_op.accumulate import accumulated
+from autopar.inter_op.examples import examples_of
+from autopar.inter_op.looped import as_one_trip
+from autopar.methods import Method
+from autopar.plan import Schedule
+from autopar.user_shardings import UserShardings
+
+
+@dataclass(frozen=True)
+class Demands:
+    """What the user asks of a plan (see :func:`autopar.parallelize`)."""
+
+    method: str | Method = "auto"
+    memory_per_device: float | None = None
+    mesh_shape: tuple[int, ...] | None = None
+    constraints: Mapping[str, PartitionSpec] = field(default_factory=dict)
+    solver_seconds: float = 60.0
+    donate_state: bool = True
+    num_microbatches: int | None = None
+    user_shardings: UserShardings = UserShardings.RESPECT
+    stages: int | tuple[tuple[int, ...], ...] | None = None
+    """Of a pipeline: how many stages, or the devices of each; None: the method's own."""
+    schedule: Schedule | None = None
+
+
+@dataclass(frozen=True)
+class Subjected:
+    """A traced program with its roles and its graph for one platform: what all planners of it share."""
+
+    program: TracedProgram
+    roles: Roles
+    graph: Graph
+    fingerprint: str
+    wishes: Wishes = field(default_factory=Wishes)
+    """Shardings in the user's code, unless they are to be ignored."""
+    leaves: LeafWishes | None = None
+    """Shardings that the arguments carry; None: all shardings in the user's code are ignored."""
+    num_microbatches: int = 1
+    undivided: Subjected | None = None
+    """Where the step is a loop over microbatches: the step as it was; batch leaves are (N, B/N, …) in the loop's."""
+    coupling: str = ""
+    """Why the batch was not cut into microbatches, where memory would have asked for it."""
+
+    @property
+    def folded(self) -> tuple[int, ...]:
+        """Positions of leaves of which the program wants (N, B/N, …) for (B, …)."""
+        return () if self.undivided is None else self.roles.leaves(Role.BATCH)
+
+    @property
+    def donated(self) -> frozenset[int]:
+        """Positions of the state leaves."""
+        return frozenset(self.roles.leaves(Role.STATE))
+
+    @property
+    def names(self) -> dict[int, str]:
+        """Paths of the input values."""
+        return dict(zip(self.graph.inputs, self.program.in_paths, strict=True))
+
+
+def subject_of(program: TracedProgram, roles: Roles, platform: str, leaves: LeafWishes | None = None) -> Subjected:
+    """Build the graph and the fingerprint of a traced program.
+
+    ``leaves`` are the shardings that the arguments carry; None: those and the ones in the program are ignored.
+    """
+    graph = build_graph(program.jaxpr, platform=platform)
+    if leaves is None:
+        return Subjected(program, roles, graph, fingerprint(program))
+    wishes = wishes_of(graph, program.in_paths, roles.leaves(Role.STATE), leaves)
+    return Subjected(program, roles, graph, fingerprint(program, wishes.texts), wishes, leaves)
+
+
+def microbatched(subject: Subjected, count: int, platform: str) -> Subjected:
+    """The same step run as ``count`` microbatches, one after the other; plans of both bear the same fingerprint.
+
+    Raises :class:`~autopar.errors.PlanError` where the batch cannot be cut so.
+    """
+    if count == 1:
+        return subject
+    size, batch = subject.roles.batch_size, subject.roles.leaves(Role.BATCH)
+    if size is None:
+        raise PlanError(
+            f"num_microbatches={count}, but no argument was found to be the batch; name it with batch_argnums="
+        )
+    if size % count:
+        raise PlanError(f"num_microbatches={count} does not divide the batch of {size} examples")
+    examples = examples_of(subject.graph, batch, subject.roles.leaves(Role.STATE), count)
+    return _rewritten(subject, accumulated(subject.program, examples, batch), count, platform)
+
+
+def as_loop(subject: Subjected, count: int, platform: str) -> Subjected:
+    """:func:`microbatched`, a single microbatch being a loop of one trip: what a pipeline cuts into stages."""
+    if count > 1:
+        return microbatched(subject, count, platform)
+    program = as_one_trip(subject.program, subject.graph, subject.roles.leaves(Role.BATCH))
+    return _rewritten(subject, program, 1, platform)
+
+
+def _rewritten(subject: Subjected, program: TracedProgram, count: int, platform: str) -> Subjected:
+    graph = build_graph(program.jaxpr, platform=platform)
+    wishes = subject.wishes
+    if subject.leaves is not None:
+        wishes = wishes_of(graph, program.in_paths, subject.roles.leaves(Role.STATE), subject.leaves)
+    return replace(subject, program=program, graph=graph, wishes=wishes, num_microbatches=count, undivided=subject)
