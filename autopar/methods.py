@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from autopar.cluster import AXIS_NAMES, Cluster, Mesh
@@ -38,6 +38,8 @@ class Subject:
     batch: tuple[int, ...]
     examples_dim: int = 0
     """The dimension of batch leaves along which the examples lie."""
+    received: Reach = field(default_factory=dict)
+    """Of a stage of a pipeline: dimensions tied to the examples, of input values that other stages send."""
 
 
 class Method(Protocol):
@@ -227,6 +229,7 @@ def batch_reach(subject: Subject, mesh: Mesh, axis: str) -> Reach:
         for position in subject.batch
         if graph.values[graph.inputs[position]].shape[dim] % size == 0
     }
+    seeds.update(subject.received)
     reach = propagate(graph, seeds, size, _is_any)
     state = {graph.inputs[position] for position in subject.state}
     return {value: dims for value, dims in reach.items() if value not in state}

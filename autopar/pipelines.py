@@ -38,10 +38,10 @@ from autopar.inter_op.stages import (
     even_devices,
     leaves_of,
 )
-from autopar.intra_op.restrict import Restriction
-from autopar.methods import InterOp, IntraOp, Subject, mesh_of, method_of
+from autopar.intra_op.restrict import Reach, Restriction
+from autopar.methods import InterOp, IntraOp, Subject, batch_reach, mesh_of, method_of
 from autopar.plan import Plan, Schedule, SolverReport
-from autopar.schedule.stage_program import StageProgram
+from autopar.schedule.stage_program import Passing, StageProgram
 from autopar.subjects import Demands, Subjected, as_loop
 from autopar.user_shardings import UserDemands, UserShardings, user_demands, with_wishes
 
@@ -205,11 +205,7 @@ class _StageDemands:
         self._method = method_of(demands.method)
         self._state = frozenset(subject.roles.leaves(Role.STATE))
         self._batch = frozenset(subject.roles.leaves(Role.BATCH))
-        if not isinstance(self._method, IntraOp | InterOp):
-            raise PlanError(
-                f'method={self._method.name!r} is not available for stages of a pipeline; use method="auto" with '
-                "constraints=, or leave stages= out"
-            )
+        self._tied: dict[Mesh, Reach] = {}
 
     def __call__(self, program: StageProgram, graph: Graph, cluster: Cluster) -> StageDemands:
         demands, method = self._demands, self._method
@@ -219,15 +215,20 @@ class _StageDemands:
         rows = [k for k, value in enumerate(graph.inputs) if leaves.get(value) in self._batch]
         meshes = method.meshes(cluster)
         if demands.mesh_shape is not None:
-            meshes = (mesh_of(demands.mesh_shape, cluster),)
+            wanted = mesh_of(demands.mesh_shape, cluster)
+            meshes = (wanted,) if isinstance(method, IntraOp) else tuple(mesh for mesh in meshes if mesh == wanted)
+            if not meshes:
+                raise PlanError(
+                    f"method={method.name!r} cannot use mesh_shape={demands.mesh_shape}; leave one of them out"
+                )
         user = self._of_user(graph, names, own, cluster)
         meshes = meshes_of_user(meshes, user, method)
         constraints = without_axes_of_one(demands)
         meshes = meshes_with_names(meshes, constraints)
-        view = Subject(graph, tuple(own), tuple(rows), 1)
         named = Leaves(graph, names, frozenset(graph.inputs[k] for k in rows))
 
         def restriction(mesh: Mesh) -> Restriction:
+            view = Subject(graph, tuple(own), tuple(rows), 1, self._received(program, graph, mesh))
             allowed = with_constraints(method.restriction(view, mesh), named, constraints, mesh)
             return with_wishes(allowed, user, graph, mesh)
 
@@ -243,3 +244,17 @@ class _StageDemands:
         wishes = wishes_of(graph, paths, state, subject.leaves)
         shape = demands.mesh_shape
         return user_demands(wishes, graph, cluster, mesh_shape=shape, is_free=isinstance(self._method, IntraOp))
+
+    def _received(self, program: StageProgram, graph: Graph, mesh: Mesh) -> Reach:
+        """Dimensions of what a stage receives along which a hand-made method would cut the examples."""
+        if isinstance(self._method, IntraOp | InterOp) or "data" not in mesh.axis_names:
+            return {}
+        if mesh not in self._tied:
+            whole = Subject(self._subject.graph, tuple(self._state), tuple(self._batch), 1)
+            self._tied[mesh] = batch_reach(whole, mesh, "data")
+        tied = self._tied[mesh]
+        return {
+            value: frozenset(dim + 1 for dim in tied[end.crossing.value])  # received is a stack over the microbatches
+            for value, end in zip(graph.inputs, program.inputs, strict=True)
+            if end.crossing is not None and end.crossing.passing is Passing.MICRO and end.crossing.value in tied
+        }

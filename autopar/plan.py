@@ -217,7 +217,8 @@ class Plan:
         meshes = " | ".join(str(stage.mesh) for stage in self.stages)
         stages = ""
         if self.is_pipeline:
-            stages = f" in {len(self.stages)} stages, {self.schedule.value} over {self.num_microbatches} microbatches,"
+            count = "1 microbatch" if self.num_microbatches == 1 else f"{self.num_microbatches} microbatches"
+            stages = f" in {len(self.stages)} stages, {self.schedule.value} over {count},"
         return (
             f"{self.method}{stages} on {meshes}: {self.step_seconds * 1e3:.3f} ms per step, "
             f"{self.peak_bytes / 2**20:.1f} MiB per device, gap {self.solver.gap:.2%}"

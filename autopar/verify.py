@@ -14,6 +14,7 @@ import jax
 from autopar.api import Parallelized, parallelize
 from autopar.cluster import Cluster
 from autopar.cost_model.hlo import CompiledProgram, memory_bytes, parse_module, step_seconds, undo_widening
+from autopar.errors import PlanError
 from autopar.explain.verification import DEFAULT_TOLERANCES, Tolerances, Verification, held_against
 from autopar.methods import Method
 from autopar.plan import Plan
@@ -45,6 +46,11 @@ def verify_plan(
         plan = parallel.plan(*args, cluster=cluster, **kwargs)
     else:
         parallel.use(plan)
+    if plan.is_pipeline:
+        raise PlanError(
+            f"the plan has {len(plan.stages)} stages, and what is verified is a step of one executable; verify a plan without "
+            "stages="
+        )
     compiled = parallel.compile(*args, cluster=cluster, **kwargs)
     read, notes = _read(compiled, cluster)
     name = getattr(step, "__name__", type(step).__name__)

@@ -90,7 +90,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
 def test_entries_stand_in_the_tables_once(tmp_path: Path) -> None:
     content = stored(TOY, tmp_path / "plan.json")
-    assert (content["format"], content["version"]) == ("autopar.plan", 1)
+    assert (content["format"], content["version"]) == ("autopar.plan", 2)
     plan = content["plan"]
     assert plan["layouts"] == [
         {"dims": [["data", "model"], []], "partial": []},
@@ -375,8 +375,9 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "message"),
     [
-        (2, "$.version is 2, written by a newer release, and this one reads 1; upgrade autopar"),
-        (0, "$.version is 0, and there is no such version (this release reads 1)"),
+        (3, "$.version is 3, written by a newer release, and this one reads 2; upgrade autopar"),
+        (1, "$.version is 1, written by an older release, and this one reads 2; plan again with this release"),
+        (0, "$.version is 0, and there is no such version (this release reads 2)"),
         ("1", "Expected `int`, got `str` - at `$.version`"),
     ],
 )

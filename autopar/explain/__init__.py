@@ -3,5 +3,6 @@
 from autopar.explain.compare import Comparison
 from autopar.explain.explanation import Explanation
 from autopar.explain.gather import explain
+from autopar.explain.pipeline import PipelineExplanation
 
-__all__ = ["Comparison", "Explanation", "explain"]
+__all__ = ["Comparison", "Explanation", "PipelineExplanation", "explain"]

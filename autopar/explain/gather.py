@@ -16,6 +16,7 @@ from autopar.errors import AutoparError, PlanError
 from autopar.explain.data import Leaf, LeafKind, Measured, MemoryUse, MethodTotals, Time
 from autopar.explain.explanation import Explanation
 from autopar.explain.layouts import leaves_of, parameter_groups, parameters_of, undivided
+from autopar.explain.pipeline import PipelineExplanation, pipeline_explanation
 from autopar.explain.verdict import verdict_text
 from autopar.explain.work import collective_groups, communication_of, operator_uses, wasted_seconds
 from autopar.graph.fusion import fuse
@@ -101,12 +102,12 @@ class _Case:
 
 def explain(
     train_step: Step, *args: Any, cluster: Cluster | None = None, method: Any = None, **kwargs: Any
-) -> Explanation:
+) -> Explanation | PipelineExplanation:
     """Why a parallelized step is spread as it is, and what that costs.
 
     After a call, ``explain(train_step)`` explains what ran, predicted against measured.  With the step's arguments
     (``jax.ShapeDtypeStruct`` leaves suffice) it plans and explains without running, for any ``cluster`` and ``method``.
-    ``print`` the result, or look at its fields.
+    ``print`` the result, or look at its fields.  A plan of several stages has an explanation of its own kind.
 
     Raises :class:`~autopar.errors.AutoparError` if there is nothing to explain yet, and
     :class:`~autopar.errors.PlanError` where there is no plan.
@@ -120,7 +121,7 @@ def explain(
         subject, plan, found = train_step.records(*args, cluster=cluster, method=method, **kwargs)
         place = cluster or train_step.cluster
         said = train_step.said_by_user(subject, place, method)
-        return _explanation(_Case(train_step, place, subject, plan, found, None, said))
+        return _explained(_Case(train_step, place, subject, plan, found, None, said))
     if (known := train_step.last_records()) is None:
         raise AutoparError(
             f"{train_step.__name__} has not been called yet; call it first, or pass its arguments "
@@ -129,7 +130,7 @@ def explain(
     subject, plan, found = known
     if cluster is None and method is None:
         said = train_step.said_by_user(subject, train_step.cluster, None)
-        return _explanation(_Case(train_step, train_step.cluster, subject, plan, found, train_step.last, said))
+        return _explained(_Case(train_step, train_step.cluster, subject, plan, found, train_step.last, said))
     if cluster is not None and cluster.device.platform is not train_step.cluster.device.platform:
         raise AutoparError(
             f"{cluster.name} is of another platform than {train_step.cluster.name}, so the step must be traced for it; "
@@ -138,7 +139,14 @@ def explain(
     cluster = cluster or train_step.cluster
     subject, plan, found = train_step.records_of(subject, cluster=cluster, method=method)
     said = train_step.said_by_user(subject, cluster, None) if method is None else ({}, ())
-    return _explanation(_Case(train_step, cluster, subject, plan, found, None, said))
+    return _explained(_Case(train_step, cluster, subject, plan, found, None, said))
+
+
+def _explained(case: _Case) -> Explanation | PipelineExplanation:
+    if not case.plan.is_pipeline:
+        return _explanation(case)
+    ran = statistics.median(case.ran.step_seconds) if case.ran is not None and case.ran.step_seconds else None
+    return pipeline_explanation(case.plan, case.step.__name__, ran, case.subject.coupling)
 
 
 def _explanation(case: _Case) -> Explanation:

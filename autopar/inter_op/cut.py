@@ -99,7 +99,7 @@ class _Assembly:
             for (value, source), _ in sorted(body.received.items()):
                 part = self._bodies[source].sent[value, target]
                 self._micro[value, target] = self._cross(
-                    Passing.MICRO, source, target, self._made[value].aval, part=part
+                    Passing.MICRO, source, target, self._made[value].aval, part=part, value=value
                 )
         for source, late in enumerate(self._updates.stages):
             for variable, target in late.sent:

@@ -116,7 +116,8 @@ class StagePlanner:
         """The pipeline of a layout; raises :class:`~autopar.errors.BudgetError` where no stage plan keeps the budget."""
         made = self.cut(layout.cuts)
         budgets = [float("inf")] * len(made.stages)
-        for attempt in range(SQUEEZES + 1):
+        squeezes = 0
+        while True:
             found = [
                 self._stage(program, devices, budget)
                 for program, devices, budget in zip(made.stages, layout.devices, budgets, strict=True)
@@ -125,13 +126,12 @@ class StagePlanner:
             over = [peak - self._task.budget_bytes for peak in result.simulation.peak_bytes]
             if max(over) <= 0:
                 return result
-            if attempt == SQUEEZES:
-                break
+            if squeezes == SQUEEZES:
+                raise self._over_budget(max(range(len(over)), key=over.__getitem__), result)
+            squeezes += 1
             for stage, excess in enumerate(over):
                 if excess > 0:
                     budgets[stage] = found[stage].prediction.memory.total_bytes - 1.02 * excess
-        worst = max(range(len(over)), key=over.__getitem__)
-        raise self._over_budget(worst, result)
 
     def cut(self, cuts: tuple[int, ...]) -> Cut:
         """The step cut before these forward operators."""

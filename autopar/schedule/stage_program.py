@@ -43,6 +43,8 @@ class Crossing:
     part: Part = Part.BEFORE
     segment: int = 0
     leaf: int = -1
+    value: int = -1
+    """Of a MICRO one: its id in the graph of a microbatch."""
 
 
 @dataclass(frozen=True)
