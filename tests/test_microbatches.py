@@ -86,6 +86,29 @@ def scanned(state: Any, batch: Any) -> jax.Array:
     return jnp.mean(out**2)
 
 
+def recurrent(state: Any, batch: Any) -> jax.Array:
+    """A loop whose backward pass adds up the weights' gradients from zeros."""
+
+    def trip(h: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        h = jnp.tanh(h @ state["w"] + x[:, None] * state["b"])
+        return h, h @ state["v"]
+
+    _, out = jax.lax.scan(trip, jnp.zeros_like(batch["x"]), batch["x"].T)
+    return jnp.mean(out**2)
+
+
+def iterated(state: Any, batch: Any) -> jax.Array:
+    """How often a loop runs may depend on the parameters, if not on the examples."""
+    trips = 2 + (jnp.sum(state["w"]) > 0)
+    weight = jax.lax.stop_gradient(state["w"])
+    _, out = jax.lax.while_loop(
+        lambda carry: carry[0] < trips,
+        lambda carry: (carry[0] + 1, jnp.tanh(carry[1] @ weight)),
+        (0, jax.lax.stop_gradient(batch["x"])),
+    )
+    return jnp.mean((hidden(state, batch["x"]) - out) ** 2)
+
+
 def rematerialised(state: Any, batch: Any) -> jax.Array:
     return jnp.mean(jax.checkpoint(hidden)(state, batch["x"]) ** 2)
 
@@ -103,6 +126,8 @@ LOSSES = (
     with_dropout,
     with_tied_weights,
     scanned,
+    recurrent,
+    iterated,
     rematerialised,
     with_transposed_batch,
 )
@@ -130,7 +155,18 @@ def reversed_neighbours(state: Any, batch: Any) -> jax.Array:
     return jnp.mean((y @ state["v"] - y[::-1]) ** 2)
 
 
-COUPLED = (batch_normalised, contrastive, capacity_routed, reversed_neighbours)
+def carried_along(state: Any, batch: Any) -> jax.Array:
+    """A carry that begins as zeros and does not stay so is no summand, though it is added to one."""
+
+    def trip(carry: Any, x: jax.Array) -> Any:
+        count, total = carry
+        return (count + 1.0, total + (jnp.sum(jnp.tanh(x * state["b"][0])) + count)), None
+
+    (_, total), _ = jax.lax.scan(trip, (jnp.zeros(()), jnp.zeros(())), batch["x"].T)
+    return total
+
+
+COUPLED = (batch_normalised, contrastive, capacity_routed, reversed_neighbours, carried_along)
 
 
 def step_of(loss: Any) -> Any:
@@ -274,7 +310,7 @@ def every_value(graph: Any, leaves: list[Any]) -> dict[int, Any]:
 
 @pytest.mark.parametrize(
     ("name", "method", "count"),
-    [("gpt", "zero3", 2), ("mlp_nnx", "tensor_parallel", 4), ("gpt_scan", "zero3", 4)],
+    [("gpt", "zero3", 2), ("mlp_nnx", "tensor_parallel", 4), ("gpt_scan", "zero3", 4), ("lstm", "zero2", 2)],
 )
 def test_models_keep_their_numbers(name: str, method: str, count: int) -> None:
     check_model(name, method, count)

@@ -172,39 +172,50 @@ class _Rewriting:
         inner = one.level.bodies.get(operator.id)
         if inner is None:
             return _compat.evaluate(operator.equation, _operands(operator, lambda value: operand(value, None)))
-        params = operator.equation.params
         if operator.primitive == LoopKind.COND:
             arrays = _operands(operator, lambda value: operand(value, None))
             branches = [self._callable(_Microbatch(one.number, body)) for body in inner]
             return list(lax.switch(arrays[0], branches, *arrays[1:]))
+        if operator.primitive == LoopKind.WHILE:
+            return self._run_while(one, operator, inner, operand)
+        return self._run_scan(one, operator, inner[0], operand)
+
+    def _run_scan(self, one: _Microbatch, operator: Operator, body: Level, operand: _Operand) -> list[Any]:
+        params = operator.equation.params
         consts, carries = _compat.scan_arity(params)
-        (body,) = inner
-        stacked = [0] * (consts + carries) + [1] * (len(operator.operands) - consts - carries)
-        arrays = []
-        for value, inside, shift, atom in zip(
-            operator.operands, body.graph.inputs, stacked, operator.equation.invars, strict=True
-        ):
-            if value is None:
-                arrays.append(jnp.asarray(atom.val, atom.aval.dtype))
-                continue
-            dim = cut_dim(body.forms[inside])
-            arrays.append(operand(value, None if dim is None else dim + shift))
+        whole = consts + carries
+        arrays = _in_forms(operator, body, operand, range(whole), 0)
+        arrays += _in_forms(operator, body, operand, range(whole, len(operator.operands)), 1)
         run = self._callable(_Microbatch(one.number, body))
-        fixed = arrays[:consts]
 
         def trip(carry: list[Any], pieces: list[Any]) -> tuple[list[Any], list[Any]]:
-            out = run(*fixed, *carry, *pieces)
+            out = run(*arrays[:consts], *carry, *pieces)
             return out[:carries], out[carries:]
 
         carry, made = lax.scan(
             trip,
-            arrays[consts : consts + carries],
-            arrays[consts + carries :],
+            arrays[consts:whole],
+            arrays[whole:],
             length=params["length"],
             reverse=params["reverse"],
             unroll=params["unroll"],
         )
         return [*carry, *made]
+
+    def _run_while(
+        self, one: _Microbatch, operator: Operator, inner: tuple[Level, ...], operand: _Operand
+    ) -> list[Any]:
+        conditions, consts = _compat.while_arity(operator.equation.params)
+        test, body = (self._callable(_Microbatch(one.number, level)) for level in inner)
+        fixed = _operands(operator, lambda value: operand(value, None))[:conditions]
+        arrays = _in_forms(operator, inner[1], operand, range(len(operator.operands) - conditions), 0, conditions)
+        return list(
+            lax.while_loop(
+                lambda carry: test(*fixed, *carry)[0],
+                lambda carry: body(*arrays[:consts], *carry),
+                arrays[consts:],
+            )
+        )
 
     def _callable(self, one: _Microbatch) -> Callable[..., list[Any]]:
         level, graph = one.level, one.level.graph
@@ -271,6 +282,24 @@ def _with_regrown(level: Level, operators: Sequence[Operator]) -> list[Operator 
     keyed: list[tuple[float, Operator | tuple[int, int]]] = [(float(order[o.id]), o) for o in operators]
     keyed += [(order[operator.id] - 0.5, key) for key, (operator, _) in level.regrown.items()]
     return [todo for _, todo in sorted(keyed, key=lambda pair: pair[0])]
+
+
+def _in_forms(
+    operator: Operator, body: Level, operand: _Operand, positions: range, stacked: int, shift: int = 0
+) -> list[Any]:
+    """Arrays for a body's inputs at ``positions``, each in the form that the body knows it in.
+
+    Input k is operand k + ``shift``, which has ``stacked`` leading dimensions that the body does not see.
+    """
+    arrays = []
+    for k in positions:
+        value, atom = operator.operands[k + shift], operator.equation.invars[k + shift]
+        dim = cut_dim(body.forms[body.graph.inputs[k]])
+        if value is None:
+            arrays.append(jnp.asarray(atom.val, atom.aval.dtype))
+        else:
+            arrays.append(operand(value, None if dim is None else dim + stacked))
+    return arrays
 
 
 def _operands(operator: Operator, known: Callable[[int], Any]) -> list[Any]:
