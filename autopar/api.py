@@ -20,12 +20,22 @@ from autopar.errors import PlanError, TraceError
 from autopar.graph.roles import Role, infer_roles
 from autopar.graph.tracing import Call, TracedProgram, aval_of_leaf, flatten_call, trace
 from autopar.graph.wishes import LeafWish, LeafWishes, leaf_wishes, names_on
+from autopar.inter_op.cut import BatchCoupling, Cut, MicrobatchRng
 from autopar.intra_op.search import Found
 from autopar.intra_op.why import Question, Why, why
 from autopar.methods import HAND_MADE, Method, method_of
 from autopar.options import ArgumentNames, Options, checked_cluster, read_options
 from autopar.plan import Plan
-from autopar.planning import Demands, Subjected, demands_of_user, make_plan, microbatched, said_of_inputs, subject_of
+from autopar.planning import (
+    Demands,
+    Subjected,
+    demands_of_user,
+    fingerprint_of_cut,
+    make_plan,
+    microbatched,
+    said_of_inputs,
+    subject_of,
+)
 from autopar.progress import Progress
 from autopar.runtime.executor import Executor
 from autopar.schedule.spmd import SpmdProgram, lower
@@ -366,8 +376,9 @@ class Parallelized:
         if self._in_use is not None and method is None:
             subject = self._subject(args, kwargs, cluster.device.platform.value)
             plan = self._in_use
-            _check_fits(plan, subject, cluster)
-            subject = microbatched(subject, plan.num_microbatches, cluster.device.platform.value)
+            cut = self._options.demands.cut(plan.num_microbatches)
+            _check_fits(plan, subject, cut, cluster)
+            subject = microbatched(subject, cut, cluster.device.platform.value)
         else:
             subject, plan, _ = self._plan(args, kwargs, cluster, self._demands(method))
         with self._progress() as progress:
@@ -395,19 +406,19 @@ def _check_initialiser(init_fn: Any) -> None:
         return
 
 
-def _check_fits(plan: Plan, subject: Subjected, cluster: Cluster) -> None:
+def _check_fits(plan: Plan, subject: Subjected, cut: Cut, cluster: Cluster) -> None:
     if plan.num_devices != cluster.num_devices:
         raise PlanError(
             f"the plan is for {plan.num_devices} devices of {plan.cluster}, {cluster.name} has {cluster.num_devices}; "
             "plan again for this cluster"
         )
-    if plan.fingerprint != subject.fingerprint:
+    if plan.fingerprint != fingerprint_of_cut(subject, cut):
         ours, theirs = set(subject.program.in_paths), set(plan.in_paths)
         odd = sorted(ours ^ theirs)[:3]
         where = (
             f"they differ in the arguments {', '.join(odd)}"
             if odd
-            else "the same arguments, but another computation or other shardings in it"
+            else "the same arguments, but another computation, other shardings or other terms of microbatches in it"
         )
         raise PlanError(f"the plan was made for another program ({where}); plan again for this one")
 
@@ -444,6 +455,8 @@ def _hashable(demands: Demands) -> Hashable:
         demands.donate_state,
         demands.num_microbatches,
         demands.user_shardings,
+        demands.batch_coupling,
+        demands.rng,
     )
 
 
@@ -467,6 +480,8 @@ def parallelize(
     solver_seconds: float = 60.0,
     num_microbatches: int | None = None,
     user_shardings: str | UserShardings = "respect",
+    batch_coupling: str | BatchCoupling = "refuse",
+    rng: str | MicrobatchRng = "exact",
 ) -> Callable[[Callable[..., Any]], Parallelized]: ...
 
 
@@ -486,6 +501,11 @@ def parallelize(function: Callable[..., Any] | None = None, /, **options: Any) -
     * ``donate_argnums``: ``"auto"`` donates the state, ``()`` nothing.
     * ``num_microbatches``: into how many pieces the batch is cut that run one after the other, their gradients summed;
       the numbers stay those of the whole batch. Default: as few as the memory allows and as is fastest.
+    * ``batch_coupling``: where examples of a batch depend on each other through the parameters (batch normalisation, in-batch
+      contrast, routing by capacity), ``"refuse"`` cuts no batch, and ``"per_microbatch"`` treats each microbatch as a batch
+      of its own: losses, gradients and statistics are then means of the microbatches', which are other numbers.
+    * ``rng``: ``"exact"`` gives a microbatch its rows of the whole batch's random numbers; with ``"per_microbatch"`` it draws
+      for itself, its number folded into the key of each draw.
     * ``user_shardings``: ``"respect"`` keeps shardings that stand in the function (``with_sharding_constraint``), on its
       arguments (``Partitioned`` boxes, NNX metadata) and of state that lies on several devices, on the mesh that they
       name; ``"ignore"`` plans as if there were none.

@@ -6,6 +6,7 @@ planner's answer becomes a Plan with paths and predictions.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from autopar.graph.roles import Role, Roles
 from autopar.graph.tracing import TracedProgram
 from autopar.graph.wishes import LeafWishes, Origin, Wishes, wishes_of
 from autopar.inter_op.accumulate import accumulated
+from autopar.inter_op.cut import BatchCoupling, Cut, MicrobatchRng
 from autopar.inter_op.examples import CoupledBatchError, examples_of
 from autopar.intra_op.restrict import Restriction
 from autopar.intra_op.search import Found, Task, search
@@ -48,6 +50,12 @@ class Demands:
     donate_state: bool = True
     num_microbatches: int | None = None
     user_shardings: UserShardings = UserShardings.RESPECT
+    batch_coupling: BatchCoupling = BatchCoupling.REFUSE
+    rng: MicrobatchRng = MicrobatchRng.EXACT
+
+    def cut(self, count: int) -> Cut:
+        """The batch cut into ``count`` microbatches on these terms."""
+        return Cut(count, self.batch_coupling, self.rng)
 
 
 @dataclass(frozen=True)
@@ -91,11 +99,12 @@ def subject_of(program: TracedProgram, roles: Roles, platform: str, leaves: Leaf
     return Subjected(program, roles, graph, fingerprint(program, wishes.texts), wishes, leaves)
 
 
-def microbatched(subject: Subjected, count: int, platform: str) -> Subjected:
-    """The same step run as ``count`` microbatches, one after the other; plans of both bear the same fingerprint.
+def microbatched(subject: Subjected, cut: Cut, platform: str) -> Subjected:
+    """The same step run as microbatches, one after the other; plans of both bear the same fingerprint unless numbers differ.
 
     Raises :class:`~autopar.errors.PlanError` where the batch cannot be cut so.
     """
+    count = cut.count
     if count == 1:
         return subject
     size, batch = subject.roles.batch_size, subject.roles.leaves(Role.BATCH)
@@ -105,13 +114,27 @@ def microbatched(subject: Subjected, count: int, platform: str) -> Subjected:
         )
     if size % count:
         raise PlanError(f"num_microbatches={count} does not divide the batch of {size} examples")
-    examples = examples_of(subject.graph, batch, subject.roles.leaves(Role.STATE), count)
+    examples = examples_of(subject.graph, batch, subject.roles.leaves(Role.STATE), count, cut.rng)
     program = accumulated(subject.program, examples, batch)
     graph = build_graph(program.jaxpr, platform=platform)
     wishes = subject.wishes
     if subject.leaves is not None:
         wishes = wishes_of(graph, program.in_paths, subject.roles.leaves(Role.STATE), subject.leaves)
-    return replace(subject, program=program, graph=graph, wishes=wishes, num_microbatches=count, undivided=subject)
+    return replace(
+        subject,
+        program=program,
+        graph=graph,
+        fingerprint=fingerprint_of_cut(subject, cut),
+        wishes=wishes,
+        num_microbatches=count,
+        undivided=subject,
+    )
+
+
+def fingerprint_of_cut(subject: Subjected, cut: Cut) -> str:
+    """The fingerprint of the step whose batch is cut so: that of the whole one where the numbers are."""
+    text = cut.text
+    return subject.fingerprint if not text else hashlib.sha256(f"{subject.fingerprint} {text}".encode()).hexdigest()
 
 
 def demands_of_user(subject: Subjected, cluster: Cluster, demands: Demands) -> UserDemands:
@@ -226,7 +249,7 @@ def _plan_in(
 ) -> tuple[Subjected, Plan, Found]:
     if count > 1:
         report_progress(f"planning {count} microbatches")
-    one = microbatched(subject, count, cluster.device.platform.value)
+    one = microbatched(subject, demands.cut(count), cluster.device.platform.value)
     return one, *_plan_on(one, cluster, demands, report_progress)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -20,6 +21,7 @@ from autopar.graph.build import build_graph
 from autopar.graph.roles import Role, infer_roles
 from autopar.graph.tracing import trace
 from autopar.inter_op.accumulate import accumulated, folded_shape
+from autopar.inter_op.cut import MicrobatchRng
 from autopar.inter_op.examples import CoupledBatchError, cut_dim, examples_of
 from benchmarks.models import FAMILIES, build
 from tests.toy_runs import eight_slow_devices, precision, run
@@ -198,13 +200,15 @@ def same(ours: Any, theirs: Any) -> None:
 # --- the program, on one device ---------------------------------------------------------------------------------------
 
 
-def in_microbatches(step: Any, state: Any, batch: Any, count: int) -> Any:
+def in_microbatches(step: Any, state: Any, batch: Any, count: int, rng: MicrobatchRng = MicrobatchRng.EXACT) -> Any:
     """The rewritten program's results."""
     program = trace(step, (state, batch))
     roles = infer_roles(program)
     batch_leaves = roles.leaves(Role.BATCH)
+    assert batch_leaves
     graph = build_graph(program.jaxpr, platform="cpu")
-    rewritten = accumulated(program, examples_of(graph, batch_leaves, roles.leaves(Role.STATE), count), batch_leaves)
+    found = examples_of(graph, batch_leaves, roles.leaves(Role.STATE), count, rng)
+    rewritten = accumulated(program, found, batch_leaves)
     leaves = [*jax.tree.leaves((state, batch)), *program.hidden]
     for position in batch_leaves:
         leaves[position] = np.reshape(leaves[position], folded_shape(np.shape(leaves[position]), count))
@@ -217,6 +221,89 @@ def test_microbatches_give_the_numbers_of_the_whole_batch(loss: Any, count: int)
     with precision(jnp.float64):
         step, state, batch = step_of(loss), first_state(), examples(np.random.default_rng(1))
         same(in_microbatches(step, state, batch, count), jax.jit(step)(state, batch))
+
+
+def drops(state: Any, batch: Any, key: jax.Array) -> tuple[Any, Any]:
+    """A gradient under dropout with normal noise, and what was kept of each example."""
+
+    def loss(params: Any) -> Any:
+        first, second = jax.random.split(key)
+        kept = jax.random.bernoulli(first, 0.5, batch["x"].shape)
+        noise = jax.random.normal(second, batch["x"].shape)
+        return jnp.mean(jnp.where(kept, hidden(params, batch["x"] + noise), 0.0) ** 2), jnp.where(
+            kept, batch["x"], 0.0
+        ).T
+
+    gradients, kept = jax.grad(loss, has_aux=True)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), kept
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg", "unpartitionable"])
+def test_random_numbers_of_every_generator_are_those_of_the_whole_batch(impl: str) -> None:
+    known = impl if impl != "unpartitionable" else "threefry2x32"
+    with precision(jnp.float64), jax.threefry_partitionable(impl != "unpartitionable"):
+        state, batch = parameters(np.random.default_rng(0)), examples(np.random.default_rng(1))
+        key = jax.random.key(5, impl=known)
+        ours = in_microbatches(lambda s, b: drops(s, b, key), state, batch, 4)
+        same(ours, jax.jit(drops)(state, batch, key))
+
+
+@pytest.mark.parametrize("impl", ["rbg", "unpartitionable"])
+def test_a_draw_that_has_no_parts_is_made_whole(impl: str) -> None:
+    """And so the planner, which plans the rewritten program, prices the whole draw."""
+    with jax.threefry_partitionable(impl != "unpartitionable"):
+        key = jax.random.key(5, impl="rbg" if impl == "rbg" else "threefry2x32")
+        state, batch = parameters(np.random.default_rng(0)), examples(np.random.default_rng(1))
+        step = autopar.parallelize(lambda s, b: drops(s, b, key), num_microbatches=4, cluster=eight_slow_devices())
+        graph = step.records(state, batch)[0].graph
+        drawn = [op for op in graph.operators if op.primitive == "random_bits"]
+        assert [graph.values[op.results[0]].shape for op in drawn] == [(BATCH, WIDTH)] * 2
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_microbatches_draw_for_themselves_if_told_to(impl: str) -> None:
+    count = 4
+
+    def folding_in(state: Any, batch: Any, key: jax.Array) -> Any:
+        def loss(params: Any, x: jax.Array, number: int) -> Any:
+            first, second = (jax.random.fold_in(one, number) for one in jax.random.split(key))
+            kept = jax.random.bernoulli(first, 0.5, x.shape)
+            noise = jax.random.normal(second, x.shape)
+            return jnp.mean(jnp.where(kept, hidden(params, x + noise), 0.0) ** 2), jnp.where(kept, x, 0.0).T
+
+        found = [
+            jax.grad(loss, has_aux=True)(state, x, number)
+            for number, x in enumerate(jnp.split(jnp.asarray(batch["x"]), count))
+        ]
+        mean = jax.tree.map(lambda *g: sum(g) / count, *(gradients for gradients, _ in found))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, mean), jnp.concatenate([kept for _, kept in found], axis=1)
+
+    with precision(jnp.float64):
+        state, batch = parameters(np.random.default_rng(0)), examples(np.random.default_rng(1))
+        key = jax.random.key(5, impl=impl)
+        ours = in_microbatches(lambda s, b: drops(s, b, key), state, batch, count, MicrobatchRng.PER_MICROBATCH)
+        same(ours, jax.jit(folding_in)(state, batch, key))
+        masks = np.split(np.asarray(ours[1]) != 0, count, axis=1)
+        assert all((one != two).any() for one, two in itertools.combinations(masks, 2))
+        step = autopar.parallelize(
+            lambda s, b: drops(s, b, key), num_microbatches=count, rng="per_microbatch", cluster=eight_slow_devices()
+        )
+        same(step(jax.tree.map(jnp.array, state), batch), ours)
+        same(step(jax.tree.map(jnp.array, state), batch), ours)
+
+
+def test_a_draw_that_is_also_wanted_whole_stays_one_draw() -> None:
+    def step(state: Any, batch: Any) -> Any:
+        def loss(params: Any) -> Any:
+            kept = jax.random.bernoulli(jax.random.key(3), 0.5, (BATCH,)).astype(float)
+            return jnp.sum(hidden(params, batch["x"]).sum(axis=-1) ** 2 * kept) / jnp.sum(kept)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, jax.grad(loss)(state)), {}
+
+    with precision(jnp.float64):
+        state, batch = parameters(np.random.default_rng(0)), examples(np.random.default_rng(1))
+        ours = in_microbatches(step, state, batch, 4, MicrobatchRng.PER_MICROBATCH)
+        same(ours, jax.jit(step)(state, batch))
 
 
 @pytest.mark.parametrize("loss", COUPLED, ids=lambda loss: loss.__name__)

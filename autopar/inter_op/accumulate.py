@@ -28,6 +28,7 @@ from autopar.graph.build import BARRIER, LoopKind
 from autopar.graph.inline import inline
 from autopar.graph.ir import Operator
 from autopar.graph.tracing import TracedProgram
+from autopar.inter_op.cut import own_draw
 from autopar.inter_op.examples import Examples, Level, cut_dim
 from autopar.plan import Axes
 from autopar.schedule.local_ops import run_local
@@ -141,7 +142,13 @@ class _Rewriting:
             if isinstance(todo, tuple):
                 operator, strategy = level.regrown[todo]
                 with _compat.as_written(operator.equation):
-                    part[todo] = self._run(one, operator, strategy, operand)[operator.results.index(todo[0])]
+                    if strategy:
+                        made = self._run(one, operator, strategy, operand)
+                    else:
+                        shape = list(operator.equation.params["shape"])
+                        shape[todo[1] - len(operator.rule.operands[0])] //= mesh.size
+                        made = own_draw(operator, _operands(operator, known.__getitem__)[0], one.number, tuple(shape))
+                    part[todo] = made[operator.results.index(todo[0])]
                 continue
             with _compat.as_written(todo.equation):
                 if todo.bodies:

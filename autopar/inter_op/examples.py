@@ -19,7 +19,7 @@ cut, and the operator is named.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from autopar import _compat
@@ -28,6 +28,7 @@ from autopar.errors import PlanError
 from autopar.graph.build import BARRIER, LoopKind
 from autopar.graph.ir import FactorKind, Graph, Operator, Phase, Value
 from autopar.graph.zeros import is_zero_literal, zero_values
+from autopar.inter_op.cut import DRAW, MicrobatchRng
 from autopar.plan import Axes, Layout
 from autopar.schedule.local_params import LocalError, site_of
 from autopar.schedule.reshard import replicated
@@ -55,10 +56,11 @@ class Level:
     ``forms`` are layouts over the axis ``AXIS`` (a value of no form is missing); ``strategies`` are those of the
     operators that run per microbatch; ``bodies`` are the levels of their loops.  ``pieces`` are whole values, by (value,
     dimension), of which a microbatch wants its part only; those in ``regrown`` are computed in part (operator →
-    strategy), the others are sliced.
+    strategy, none for a draw of the microbatch's own), the others are sliced.
     """
 
     graph: Graph
+    rng: MicrobatchRng = MicrobatchRng.EXACT
     forms: dict[int, Layout] = field(default_factory=dict)
     strategies: dict[int, tuple[Axes, ...]] = field(default_factory=dict)
     bodies: dict[int, tuple[Level, ...]] = field(default_factory=dict)
@@ -80,7 +82,13 @@ class Examples:
     mesh: Mesh
 
 
-def examples_of(graph: Graph, batch: Sequence[int], fixed: Iterable[int], count: int) -> Examples:
+def examples_of(
+    graph: Graph,
+    batch: Sequence[int],
+    fixed: Iterable[int],
+    count: int,
+    rng: MicrobatchRng = MicrobatchRng.EXACT,
+) -> Examples:
     """The forms of a step's values when its batch is cut into ``count`` microbatches.
 
     ``batch`` are the input positions of batch leaves (examples along dimension 0), ``fixed`` those of inputs on which
@@ -91,7 +99,7 @@ def examples_of(graph: Graph, batch: Sequence[int], fixed: Iterable[int], count:
     held = {graph.inputs[position] for position in fixed}
     before: set[int] = set()
     while True:
-        level = Level(graph)
+        level = Level(graph, rng)
         for position, value in enumerate(graph.inputs):
             rank = len(graph.values[value].shape)
             level.forms[value] = _cut(rank, 0) if position in set(batch) else replicated(rank)
@@ -371,7 +379,7 @@ class _Reader:
 
     def _body(self, body: Graph, inside: Sequence[Layout], zeros: Iterable[int]) -> Level | None:
         """The level of a loop's body; its inputs at the positions ``zeros`` are zeros. None if something has no form."""
-        level = Level(body)
+        level = Level(body, self._level.rng)
         level.forms.update(zip(body.inputs, inside, strict=True))
         reader = _Reader(level, self._mesh, frozenset(), frozenset(body.inputs[position] for position in zeros))
         if reader.read() or any(r not in level.forms for o in body.operators for r in o.results):
@@ -398,18 +406,48 @@ class _Reader:
     # --- parts of whole values ---
 
     def grow_pieces(self) -> None:
-        """Whole values of which only a part is wanted are computed in part, where their operator can be cut so."""
+        """Whole values of which only a part is wanted are computed in part, where their operator can be cut so.
+
+        Random bits of which nothing else is wanted either are drawn by the microbatch for itself, if that is asked for.
+        """
         level = self._level
+        wholly = set(level.graph.outputs)
         for operator in reversed(level.graph.operators):
-            if operator.bodies or not operator.rule.known or operator.id in self._before:
-                continue
             for position, result in enumerate(operator.results):
                 for dim in range(len(self._values[result].shape)):
                     if (result, dim) in level.pieces:
-                        self._regrow(operator, position, result, dim)
+                        self._regrow(operator, position, result, dim, apart=result not in wholly)
+                        wholly.update(() if (result, dim) in level.regrown else (result,))
+            wholly.update(self._wanted_whole(operator, wholly))
 
-    def _regrow(self, operator: Operator, position: int, result: int, dim: int) -> None:
+    def _wanted_whole(self, operator: Operator, wholly: Set[int | None]) -> list[int]:
+        """Operands that an operator wants whole, if ``wholly`` are the results that are wanted so."""
+        level = self._level
+        operands = [(k, value) for k, value in enumerate(operator.operands) if value is not None]
+        inside = operator.id in level.strategies
+        if not inside and (
+            not wholly.isdisjoint(operator.results) or any(r not in level.forms for r in operator.results)
+        ):
+            return [value for _, value in operands]
+        if operator.bodies:
+            return [value for _, value in operands if not any(value == part for part, _ in level.pieces)]
+        runs = [strategy for one, strategy in level.regrown.values() if one is operator and strategy]
+        runs += [level.strategies[operator.id]] if inside else []
+        return [
+            value
+            for k, value in operands
+            for strategy in runs
+            if not any(strategy and strategy[f] for factors in operator.rule.operands[k] for f in factors)
+        ]
+
+    def _regrow(self, operator: Operator, position: int, result: int, dim: int, *, apart: bool) -> None:
         rule, level = operator.rule, self._level
+        if operator.bodies or not rule.known or operator.id in self._before:
+            return
+        draws = operator.primitive == DRAW and apart and level.rng is MicrobatchRng.PER_MICROBATCH
+        if draws and dim >= len(rule.operands[0]):
+            level.regrown[result, dim] = (operator, ())
+            return
         major = next((f for f in rule.results[position][dim] if rule.factors[f].size > 1), None)
         if major is None or rule.factors[major].kind is not FactorKind.PARALLEL:
             return
