@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from autopar.cluster import Cluster
 from autopar.errors import PlanError, TraceError
 from autopar.graph.roles import Role, infer_roles
-from autopar.graph.tracing import Call, TracedProgram, aval_of_leaf, flatten_call, trace
+from autopar.graph.tracing import Call, TracedProgram, aval_of_leaf, flatten_call, retracer, trace
 from autopar.graph.wishes import LeafWish, LeafWishes, leaf_wishes, names_on
 from autopar.inter_op.cut import BatchCoupling, Cut, MicrobatchRng
 from autopar.intra_op.search import Found
@@ -307,15 +307,14 @@ class Parallelized:
         key = (_key_of(call), self._names_on(call), platform)
         if key not in self._subjects:
             options = self._options
-            program = trace(
-                self._function,
-                args,
-                kwargs,
-                static_argnums=options.static_argnums,
-                static_argnames=options.static_argnames,
-            )
+            static: dict[str, Any] = {
+                "static_argnums": options.static_argnums,
+                "static_argnames": options.static_argnames,
+            }
+            program = trace(self._function, args, kwargs, **static)
             roles = infer_roles(program, batch_argnums=options.batch_argnums, state_argnums=options.state_argnums)
-            self._subjects[key] = subject_of(program, roles, platform, self._leaf_wishes(call))
+            retrace = retracer(self._function, call, program, roles.leaves(Role.BATCH), **static)
+            self._subjects[key] = subject_of(program, roles, platform, self._leaf_wishes(call), retrace)
         return self._subjects[key]
 
     def _names_on(self, call: Call) -> Hashable:

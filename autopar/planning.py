@@ -6,6 +6,7 @@ planner's answer becomes a Plan with paths and predictions.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from autopar.graph.roles import Role, Roles
 from autopar.graph.tracing import TracedProgram
 from autopar.graph.wishes import LeafWishes, Origin, Wishes, wishes_of
 from autopar.inter_op.accumulate import accumulated
+from autopar.inter_op.alone import each_alone, twin_of
 from autopar.inter_op.cut import BatchCoupling, Cut, MicrobatchRng
 from autopar.inter_op.examples import CoupledBatchError, examples_of
 from autopar.intra_op.restrict import Restriction
@@ -73,6 +75,10 @@ class Subjected:
     num_microbatches: int = 1
     undivided: Subjected | None = None
     """Where the batch is cut: the step as it was; ``program`` and ``graph`` then run microbatch by microbatch."""
+    alone: str = ""
+    """Why each microbatch is treated as a batch of its own, where it is."""
+    retrace: Callable[[int], TracedProgram] | None = None
+    """The same function on a batch of another size; None: it is not at hand."""
     coupling: str = ""
     """Why the batch was not cut into microbatches, where memory would have asked for it."""
 
@@ -87,16 +93,22 @@ class Subjected:
         return dict(zip(self.graph.inputs, self.program.in_paths, strict=True))
 
 
-def subject_of(program: TracedProgram, roles: Roles, platform: str, leaves: LeafWishes | None = None) -> Subjected:
+def subject_of(
+    program: TracedProgram,
+    roles: Roles,
+    platform: str,
+    leaves: LeafWishes | None = None,
+    retrace: Callable[[int], TracedProgram] | None = None,
+) -> Subjected:
     """Build the graph and the fingerprint of a traced program.
 
     ``leaves`` are the shardings that the arguments carry; None: those and the ones in the program are ignored.
     """
     graph = build_graph(program.jaxpr, platform=platform)
     if leaves is None:
-        return Subjected(program, roles, graph, fingerprint(program))
+        return Subjected(program, roles, graph, fingerprint(program), retrace=retrace)
     wishes = wishes_of(graph, program.in_paths, roles.leaves(Role.STATE), leaves)
-    return Subjected(program, roles, graph, fingerprint(program, wishes.texts), wishes, leaves)
+    return Subjected(program, roles, graph, fingerprint(program, wishes.texts), wishes, leaves, retrace=retrace)
 
 
 def microbatched(subject: Subjected, cut: Cut, platform: str) -> Subjected:
@@ -114,8 +126,16 @@ def microbatched(subject: Subjected, cut: Cut, platform: str) -> Subjected:
         )
     if size % count:
         raise PlanError(f"num_microbatches={count} does not divide the batch of {size} examples")
-    examples = examples_of(subject.graph, batch, subject.roles.leaves(Role.STATE), count, cut.rng)
-    program = accumulated(subject.program, examples, batch)
+    alone = ""
+    try:
+        examples = examples_of(subject.graph, batch, subject.roles.leaves(Role.STATE), count, cut.rng)
+        program = accumulated(subject.program, examples, batch)
+    except CoupledBatchError as error:
+        if cut.coupling is BatchCoupling.REFUSE or subject.retrace is None:
+            raise
+        alone = error.reason
+        retrace = functools.partial(subject.retrace, size // count)
+        program = each_alone(twin_of(subject.program, subject.graph, retrace, platform), batch, cut)
     graph = build_graph(program.jaxpr, platform=platform)
     wishes = subject.wishes
     if subject.leaves is not None:
@@ -128,6 +148,7 @@ def microbatched(subject: Subjected, cut: Cut, platform: str) -> Subjected:
         wishes=wishes,
         num_microbatches=count,
         undivided=subject,
+        alone=alone,
     )
 
 

@@ -46,7 +46,8 @@ class CoupledBatchError(PlanError):
 
     def __init__(self, operator: Operator, why: str) -> None:
         self.operator = operator
-        super().__init__(f"the batch cannot be cut into microbatches: {operator.primitive} at {operator.source} {why}")
+        self.reason = f"{operator.primitive} at {operator.source} {why}"
+        super().__init__(f"the batch cannot be cut into microbatches: {self.reason}")
 
 
 @dataclass
@@ -56,7 +57,8 @@ class Level:
     ``forms`` are layouts over the axis ``AXIS`` (a value of no form is missing); ``strategies`` are those of the
     operators that run per microbatch; ``bodies`` are the levels of their loops.  ``pieces`` are whole values, by (value,
     dimension), of which a microbatch wants its part only; those in ``regrown`` are computed in part (operator →
-    strategy, none for a draw of the microbatch's own), the others are sliced.
+    strategy, none for a draw of the microbatch's own), the others are sliced.  ``draws`` are the whole batch's random
+    draws, where the level is a program on a microbatch alone.
     """
 
     graph: Graph
@@ -66,6 +68,7 @@ class Level:
     bodies: dict[int, tuple[Level, ...]] = field(default_factory=dict)
     pieces: set[tuple[int, int]] = field(default_factory=set)
     regrown: dict[tuple[int, int], tuple[Operator, tuple[Axes, ...]]] = field(default_factory=dict)
+    draws: dict[int, Operator] = field(default_factory=dict)
 
     def is_whole(self, value: int) -> bool:
         """Whether a value does not depend on the microbatch."""
@@ -448,14 +451,10 @@ class _Reader:
         if draws and dim >= len(rule.operands[0]):
             level.regrown[result, dim] = (operator, ())
             return
-        major = next((f for f in rule.results[position][dim] if rule.factors[f].size > 1), None)
-        if major is None or rule.factors[major].kind is not FactorKind.PARALLEL:
+        strategy = part_of(operator, position, dim, self._mesh)
+        if strategy is None:
             return
-        strategy = tuple((AXIS,) if f == major else () for f in range(len(rule.factors)))
-        try:
-            site = site_of(operator.equation, rule, strategy, self._mesh)
-        except LocalError:
-            return
+        site = site_of(operator.equation, rule, strategy, self._mesh)
         wanted = [
             (value, found)
             for value, piece in zip(operator.operands, site.operands, strict=True)
@@ -463,6 +462,20 @@ class _Reader:
         ]
         level.regrown[result, dim] = (operator, strategy)
         level.pieces.update(wanted)
+
+
+def part_of(operator: Operator, position: int, dim: int, mesh: Mesh) -> tuple[Axes, ...] | None:
+    """The strategy by which a microbatch computes its part, along a dimension of a result, of what is whole."""
+    rule = operator.rule
+    major = next((f for f in rule.results[position][dim] if rule.factors[f].size > 1), None)
+    if major is None or rule.factors[major].kind is not FactorKind.PARALLEL:
+        return None
+    strategy = tuple((AXIS,) if f == major else () for f in range(len(rule.factors)))
+    try:
+        site_of(operator.equation, rule, strategy, mesh)
+    except LocalError:
+        return None
+    return strategy
 
 
 def _zero_outputs(body: Graph, zeros: Iterable[int]) -> set[int]:
