@@ -145,35 +145,31 @@ def test_what_is_not_coupled_stays_exact() -> None:
 
 class Normalised(nn.Module):
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for _ in range(2):
+    def __call__(self, x: jax.Array, masks: list[jax.Array]) -> jax.Array:
+        for kept in masks:
             x = nn.Dense(6, param_dtype=float)(x)
-            x = nn.relu(nn.BatchNorm(use_running_average=False, param_dtype=float, momentum=0.8)(x))
-            x = nn.Dropout(0.3, deterministic=False)(x)
+            x = nn.tanh(nn.BatchNorm(use_running_average=False, param_dtype=float, momentum=0.8)(x))
+            x = jnp.where(kept, x / 0.7, 0.0)
         return nn.Dense(6, param_dtype=float)(x)
 
 
 @pytest.mark.parametrize("rng", ["exact", "per_microbatch"])
 def test_batch_norm_with_dropout_and_running_statistics(rng: str) -> None:
     """Running statistics are the means of those that the microbatches alone would leave; metrics of all kinds."""
-    count, model = 4, Normalised()
+    count, model, keys = 2, Normalised(), [jax.random.key(8), jax.random.key(9)]
 
-    def passes(params: Tree, stats: Tree, batch: Tree, mask_of: Any) -> Any:
+    def passes(params: Tree, stats: Tree, batch: Tree, masks: list[jax.Array]) -> Any:
         def loss(params: Tree) -> Any:
             variables = {"params": params, "batch_stats": stats}
-            rngs = {"dropout": jax.random.key(9)}
-            with nn.intercept_methods(mask_of):
-                out, changed = model.apply(variables, batch["x"], rngs=rngs, mutable=["batch_stats"])
+            out, changed = model.apply(variables, batch["x"], masks, mutable=["batch_stats"])
             each = jnp.mean((out - 1) ** 2, axis=-1)
             return each.mean(), (changed["batch_stats"], each, jnp.sum(out.argmax(axis=-1) == batch["label"]))
 
         return jax.value_and_grad(loss, has_aux=True)(params)
 
-    def plainly(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        return call(*args, **kwargs)
-
     def step(state: Tree, batch: Tree) -> Any:
-        (value, (stats, each, right)), gradients = passes(state["params"], state["stats"], batch, plainly)
+        masks = [jax.random.bernoulli(key, 0.7, batch["x"].shape) for key in keys]
+        (value, (stats, each, right)), gradients = passes(state["params"], state["stats"], batch, masks)
         return {"params": clipped(state["params"], gradients), "stats": stats}, {
             "loss": value,
             "each": each,
@@ -181,42 +177,30 @@ def test_batch_norm_with_dropout_and_running_statistics(rng: str) -> None:
             "share": right / len(each),
         }
 
-    def alone(number: int) -> Any:
-        """The call on one microbatch, with its rows of the masks, or masks of its own."""
-
-        def masked(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-            if not isinstance(context.module, nn.Dropout) or context.method_name != "__call__":
-                return call(*args, **kwargs)
-            key, (x,) = context.module.make_rng("dropout"), args
-            if rng == "per_microbatch":
-                kept = jax.random.bernoulli(jax.random.fold_in(key, number), 0.7, x.shape)
-            else:
-                kept = jnp.split(jax.random.bernoulli(key, 0.7, (BATCH, *x.shape[1:])), count)[number]
-            return jnp.where(kept, x / 0.7, 0.0)
-
-        return masked
+    def masks_of(number: int) -> list[jax.Array]:
+        if rng == "exact":
+            return [jnp.split(jax.random.bernoulli(key, 0.7, (BATCH, 6)), count)[number] for key in keys]
+        return [jax.random.bernoulli(jax.random.fold_in(key, number), 0.7, (BATCH // count, 6)) for key in keys]
 
     with precision(jnp.float64):
         batch = examples(np.random.default_rng(1))
-        keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-        variables = model.init(keys, jnp.asarray(batch["x"]))
+        variables = model.init(jax.random.key(0), jnp.asarray(batch["x"]), [jnp.ones((BATCH, 6), bool)] * 2)
         state = {"params": variables["params"], "stats": jax.tree.map(jnp.float64, variables["batch_stats"])}
         found = [
-            jax.jit(passes, static_argnums=3)(state["params"], state["stats"], one, alone(number))
+            jax.jit(passes)(state["params"], state["stats"], one, masks_of(number))
             for number, one in enumerate(split(batch, count))
         ]
         value, gradients = mean([(value, gradients) for (value, _), gradients in found])
         aux = [aux for (_, aux), _ in found]
         right = sum(right for _, _, right in aux)
-        expected = (
-            {"params": clipped(state["params"], gradients), "stats": mean([stats for stats, _, _ in aux])},
-            {
-                "loss": value,
-                "each": jnp.concatenate([each for _, each, _ in aux]),
-                "right": right,
-                "share": right / BATCH,
-            },
-        )
+        metrics = {
+            "loss": value,
+            "each": jnp.concatenate([each for _, each, _ in aux]),
+            "right": right,
+            "share": right / BATCH,
+        }
+        stats = mean([stats for stats, _, _ in aux])
+        expected = {"params": clipped(state["params"], gradients), "stats": stats}, metrics
         same(parallel(step, count, rng=rng)(jax.tree.map(jnp.array, state), batch), expected)
 
 
