@@ -94,10 +94,10 @@ class _Rewriting:
         self._twin = twin
         self._cut = cut
         self._rows = [twin.graph.inputs[position] for position in batch]
-        self._parts = _Parts(twin, self._rows)
         self._degrees = degrees(twin.graph, twin.small_graph, cut.count)
         level = _level_of(twin.graph, twin.small_graph, cut)
         self._level = level
+        self._parts = _Parts(twin, self._rows, frozenset((*level.draws, *level.bodies)))
         self._runner = Rewriting(Examples(level, frozenset(), Mesh((AXIS,), (cut.count,))), frozenset(batch))
         self._parts.check(twin, self._degrees)
 
@@ -132,7 +132,7 @@ class _Rewriting:
 class _Parts:
     """Which operators run before the microbatches, for each, and after; which of their values are added or stacked."""
 
-    def __init__(self, twin: Twin, rows: Sequence[int]) -> None:
+    def __init__(self, twin: Twin, rows: Sequence[int], draws: frozenset[int]) -> None:
         graph, small = twin.graph, twin.small_graph
         sized = {v for v in graph.values if graph.values[v].shape != small.values[v].shape}
         # What depends on the batch; of this what is known microbatch by microbatch; what depends on gradients.
@@ -140,13 +140,13 @@ class _Parts:
         inside: set[int] = set()
         for operator in graph.operators:
             operands = {value for value in operator.operands if value is not None}
-            if operands.isdisjoint(follows):
+            if operands.isdisjoint(follows) and operator.id not in draws:
                 continue
             follows.update(operator.results)
             if operator.phase is Phase.BACKWARD or not operands.isdisjoint(graded):
                 graded.update(operator.results)
             is_update = operator.phase is Phase.UPDATE and not graded.isdisjoint(operator.results)
-            if is_update and operands.isdisjoint(sized):
+            if is_update and operands.isdisjoint(sized) and operator.id not in draws:
                 continue
             inside.add(operator.id)
             made.update(operator.results)
