@@ -417,7 +417,7 @@ def _check_fits(plan: Plan, subject: Subjected, cut: Cut, cluster: Cluster) -> N
         where = (
             f"they differ in the arguments {', '.join(odd)}"
             if odd
-            else "the same arguments, but another computation, other shardings or other terms of microbatches in it"
+            else "the same arguments, but another computation or other shardings in it, or other terms of microbatches"
         )
         raise PlanError(f"the plan was made for another program ({where}); plan again for this one")
 
