@@ -20,7 +20,7 @@ from autopar.errors import PlanError, TraceError
 from autopar.graph.roles import Role, infer_roles
 from autopar.graph.tracing import Call, TracedProgram, aval_of_leaf, flatten_call, retracer, trace
 from autopar.graph.wishes import LeafWish, LeafWishes, leaf_wishes, names_on
-from autopar.inter_op.cut import BatchCoupling, Cut, MicrobatchRng
+from autopar.inter_op.terms import BatchCoupling, Cut, MicrobatchRng
 from autopar.intra_op.search import Found
 from autopar.intra_op.why import Question, Why, why
 from autopar.methods import HAND_MADE, Method, method_of

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.cluster import Cluster
 from autopar.errors import ClusterError, PlanError, TraceError
-from autopar.inter_op.cut import BatchCoupling, MicrobatchRng
+from autopar.inter_op.terms import BatchCoupling, MicrobatchRng
 from autopar.methods import method_of
 from autopar.planning import Demands
 from autopar.user_shardings import UserShardings

@@ -26,7 +26,7 @@ from autopar.graph.tracing import TracedProgram
 from autopar.graph.wishes import LeafWishes, Origin, Wishes, wishes_of
 from autopar.inter_op.accumulate import accumulated
 from autopar.inter_op.alone import each_alone, twin_of
-from autopar.inter_op.cut import BatchCoupling, Cut, MicrobatchRng
+from autopar.inter_op.terms import BatchCoupling, Cut, MicrobatchRng
 from autopar.inter_op.examples import CoupledBatchError, examples_of
 from autopar.intra_op.restrict import Restriction
 from autopar.intra_op.search import Found, Task, search

@@ -22,7 +22,7 @@ from autopar.graph.build import build_graph
 from autopar.graph.roles import Role, infer_roles
 from autopar.graph.tracing import trace
 from autopar.inter_op.accumulate import accumulated, folded_shape
-from autopar.inter_op.cut import MicrobatchRng
+from autopar.inter_op.terms import MicrobatchRng
 from autopar.inter_op.examples import CoupledBatchError, cut_dim, examples_of
 from autopar.plan import Layout
 from benchmarks.models import FAMILIES, build

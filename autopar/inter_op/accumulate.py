@@ -28,7 +28,7 @@ from autopar.graph.build import BARRIER, LoopKind
 from autopar.graph.inline import inline
 from autopar.graph.ir import Operator
 from autopar.graph.tracing import TracedProgram
-from autopar.inter_op.cut import MicrobatchRng, own_draw
+from autopar.inter_op.terms import MicrobatchRng, own_draw
 from autopar.inter_op.examples import Examples, Level, cut_dim, part_of
 from autopar.plan import Axes
 from autopar.schedule.local_ops import run_local

@@ -30,7 +30,7 @@ from autopar.graph.inline import inline
 from autopar.graph.ir import Graph, Operator, Phase
 from autopar.graph.tracing import TracedProgram
 from autopar.inter_op.accumulate import Microbatch, Rewriting, accumulator_dtype, folded, operands_of, unstacked
-from autopar.inter_op.cut import DRAW, Cut
+from autopar.inter_op.terms import DRAW, Cut
 from autopar.inter_op.examples import AXIS, CoupledBatchError, Examples, Level
 from autopar.inter_op.growth import Degree, degrees
 from autopar.schedule.reshard import replicated

@@ -28,7 +28,7 @@ from autopar.errors import PlanError
 from autopar.graph.build import BARRIER, LoopKind
 from autopar.graph.ir import FactorKind, Graph, Operator, Phase, Value
 from autopar.graph.zeros import is_zero_literal, zero_values
-from autopar.inter_op.cut import DRAW, MicrobatchRng
+from autopar.inter_op.terms import DRAW, MicrobatchRng
 from autopar.plan import Axes, Layout
 from autopar.schedule.local_params import LocalError, site_of
 from autopar.schedule.reshard import replicated
