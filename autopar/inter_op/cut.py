@@ -205,24 +205,20 @@ class _Segments:
 
     def __init__(self, updates: Updates) -> None:
         self._stages: tuple[Late, ...] = updates.stages
-        self._floating = updates.floating
-        self._makers = [{v: e for _, e in late.equations for v in e.outvars} for late in updates.stages]
         self._known: dict[tuple[Any, int], int] = {}
+        entries = [
+            (order, number, stage, equation)
+            for stage, late in enumerate(updates.stages)
+            for number, (order, equation) in enumerate(late.equations)
+        ]
+        for _, _, stage, equation in sorted(entries, key=lambda entry: entry[:3]):
+            segment = self.of_equation(equation, stage)
+            self._known.update(((variable, stage), segment) for variable in equation.outvars)
 
     def of(self, variable: Any, stage: int) -> int:
-        """The segment of a stage in which a variable is there."""
-        key = (variable, stage)
-        if key not in self._known:
-            late = self._stages[stage]
-            if variable in late.received:
-                self._known[key] = 1 + self.of(variable, late.received[variable])
-            elif (equation := self._makers[stage].get(variable)) is not None:
-                self._known[key] = self.of_equation(equation, stage)
-            elif variable in self._floating:
-                self._known[key] = self.of_equation(self._floating[variable][1], stage)
-            else:
-                self._known[key] = 0
-        return self._known[key]
+        """The segment of a stage in which a variable is there; what no stage holds is there from the first."""
+        source = self._stages[stage].received.get(variable)
+        return self._known.get((variable, stage), 0) if source is None else 1 + self.of(variable, source)
 
     def of_equation(self, equation: Any, stage: int) -> int:
         """The segment in which a stage can run an equation."""

@@ -45,8 +45,8 @@ class Placing:
 
 def forward_operators(loop: Looped) -> tuple[Operator, ...]:
     """The anchored operators of the forward pass of one microbatch, in order: what is cut into stages."""
-    anchored, _ = _anchored(loop)
-    return tuple(o for o in loop.body.operators if o.id in anchored and o.phase is Phase.FORWARD)
+    found, _ = anchored(loop)
+    return tuple(o for o in loop.body.operators if o.id in found and o.phase is Phase.FORWARD)
 
 
 def place(loop: Looped, cuts: Sequence[int]) -> Placing:
@@ -54,7 +54,7 @@ def place(loop: Looped, cuts: Sequence[int]) -> Placing:
     return _Placer(loop, tuple(cuts)).place()
 
 
-def _anchored(loop: Looped) -> tuple[frozenset[int], frozenset[int]]:
+def anchored(loop: Looped) -> tuple[frozenset[int], frozenset[int]]:
     """Operators of the body that depend on a large array from outside and on the batch; values that depend on the former."""
     heavy = _heavy_values(loop)
     rows = _row_values(loop)
@@ -95,7 +95,7 @@ class _Placer:
 
     def __init__(self, loop: Looped, cuts: tuple[int, ...]) -> None:
         self._body: Graph = loop.body
-        self._anchored, self._heavy = _anchored(loop)
+        self._anchored, self._heavy = anchored(loop)
         self._cuts = cuts
         self._stage: dict[int, int] = {}
         self._backward: set[int] = set()

@@ -13,7 +13,8 @@ each stage keeps an accumulator of its own, and A = A⁽ʳ⁾ + A⁽ˢ⁾ is add
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,21 +131,12 @@ class _Bodies:
     def _make_sums(self) -> set[int]:
         """Give every accumulator to the stages that contribute to it; operators that this replaces are returned."""
         dropped: set[int] = set()
-        readers: dict[int, int] = defaultdict(int)
-        for operator in self._graph.operators:
-            for operand in operator.operands:
-                if operand is not None:
-                    readers[operand] += 1
+        sums = summands(self._loop, self._placing.stage)
         outvars = _compat.jaxpr_of(self._graph.jaxpr).outvars
         for number in range(self._carries):
             old = self._graph.inputs[self._consts + number]
-            new = self._graph.outputs[number]
-            assert new is not None
-            add = self._makers[new]
-            (addend,) = (v for v in add.operands if v != old)
-            assert addend is not None
-            chain, summands = self._summands(addend, readers)
-            at = {value: self._placing.anchors.get(value, 0) for value in summands}
+            add, chain, parts = sums[number]
+            at = {value: self._placing.anchors.get(value, 0) for value in parts}
             if len(set(at.values())) <= 1:
                 stage = self._placing.stage.get(add.id, 0)
                 self._bodies[stage].sums[number] = (self._variables[old], outvars[number])
@@ -152,26 +144,8 @@ class _Bodies:
                 continue
             dropped |= {add.id} | chain
             for stage in sorted(set(at.values())):
-                self._sum_on(number, stage, [v for v in summands if at[v] == stage], add)
+                self._sum_on(number, stage, [v for v in parts if at[v] == stage], add)
         return dropped
-
-    def _summands(self, value: int, readers: dict[int, int]) -> tuple[set[int], list[int]]:
-        """Values whose sum a value is, with the operators that add them up."""
-        maker = self._makers.get(value)
-        if maker is None or readers[value] > 1 or maker.id not in self._placing.stage:
-            return set(), [value]
-        is_sum = maker.primitive in ADDS and all(v is not None for v in maker.operands)
-        if not is_sum and maker.primitive != "convert_element_type":
-            return set(), [value]
-        chain, summands = {maker.id}, []
-        for operand in maker.operands:
-            assert operand is not None
-            inner, found = self._summands(operand, readers)
-            chain |= inner
-            summands += found
-        if not is_sum and len(summands) == 1:
-            return set(), [value]
-        return chain, summands
 
     def _sum_on(self, number: int, stage: int, values: list[int], add: Operator) -> None:
         """Add a stage's own summands to its own accumulator."""
@@ -214,6 +188,46 @@ class _Bodies:
         keyed.sort(key=lambda entry: (entry[2] is Part.BACKWARD, entry[0]))
         body.equations = [equation for _, equation, _ in keyed]
         body.parts = [part for _, _, part in keyed]
+
+
+def summands(loop: Looped, placed: Container[int]) -> tuple[tuple[Operator, frozenset[int], tuple[int, ...]], ...]:
+    """For each accumulator: the operator that adds to it, the operators that add up what is added, and what they add up.
+
+    ``placed`` are the operators that stand on a stage; the others are cloned and not looked into.
+    """
+    graph = loop.body
+    consts, carries = _compat.scan_arity(loop.loop.equation.params)
+    makers = {result: o for o in graph.operators for result in o.results}
+    readers = Counter(operand for o in graph.operators for operand in o.operands if operand is not None)
+    found = []
+    for old, new in zip(graph.inputs[consts : consts + carries], graph.outputs[:carries], strict=True):
+        assert new is not None
+        add = makers[new]
+        (addend,) = (v for v in add.operands if v != old)
+        assert addend is not None
+        chain: set[int] = set()
+        found.append((add, chain, tuple(_added_up(addend, makers, readers, placed, chain))))
+    return tuple((add, frozenset(chain), parts) for add, chain, parts in found)
+
+
+def _added_up(
+    value: int, makers: Mapping[int, Operator], readers: Mapping[int, int], placed: Container[int], chain: set[int]
+) -> list[int]:
+    """Values whose sum a value is; the operators that add them up join ``chain``."""
+    maker = makers.get(value)
+    if maker is None or readers[value] > 1 or maker.id not in placed:
+        return [value]
+    is_sum = maker.primitive in ADDS and all(v is not None for v in maker.operands)
+    if not is_sum and maker.primitive != "convert_element_type":
+        return [value]
+    inner, found = {maker.id}, []
+    for operand in maker.operands:
+        assert operand is not None
+        found += _added_up(operand, makers, readers, placed, inner)
+    if not is_sum and len(found) == 1:
+        return [value]
+    chain |= inner
+    return found
 
 
 def _variables(loop: Looped) -> dict[int, Any]:

@@ -1,0 +1,164 @@
+"""What would a run of layers cost as a stage?  Estimated for every run and every number of devices at once.
+
+For each number n of devices that a stage may have, the whole looped step is laid out once on n devices, by the integer program
+and within a budget in proportion (a stage on n of D devices holds about n/D of the model).  That plan is priced operator by
+operator, and each price goes to the layer of its operator.  With prefix sums over the layers, a stage of the layers i … j−1
+on n devices takes about
+
+    per microbatch   t = Σ_l (compute_l + transfer_l) · N₀/N + latency_l        once   u = Σ_l update_l
+    bytes            Σ_l state_l + (microbatches in flight) · Σ_l residuals_l · N₀/N
+
+where N₀ is the number of microbatches that was laid out: work and bytes are in proportion to the size of a microbatch, the
+latencies of collectives are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopar import _compat
+from autopar.cluster import Cluster
+from autopar.cost_model.predict import collectives_of, run_costs
+from autopar.graph.ir import Graph, Phase
+from autopar.inter_op.looped import Looped
+from autopar.intra_op.search import Found
+from autopar.schedule.instructions import Part
+from autopar.schedule.reshard import shares
+from autopar.schedule.stage_program import Cut, Passing
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Estimates of every layer on stages of one number of devices; arrays of one number per layer.
+
+    ``work_seconds`` and ``latency_seconds`` are of one microbatch of N₀ = ``count``, ``once_seconds`` of a step; ``state_bytes``
+    and ``residual_bytes`` are of one device, the latter of one microbatch.
+    """
+
+    count: int
+    work_seconds: np.ndarray
+    latency_seconds: np.ndarray
+    once_seconds: np.ndarray
+    state_bytes: np.ndarray
+    residual_bytes: np.ndarray
+
+    def microbatch_seconds(self, count: int) -> np.ndarray:
+        """Seconds of one microbatch of each layer if there are ``count``."""
+        return self.work_seconds * (self.count / count) + self.latency_seconds
+
+    def residual_bytes_of(self, count: int) -> np.ndarray:
+        """Bytes that one microbatch leaves for the backward pass in each layer, if there are ``count``."""
+        return self.residual_bytes * (self.count / count)
+
+
+@dataclass(frozen=True)
+class LayerMap:
+    """Which layer every operator and value of a looped step belongs to, and what crosses between layers.
+
+    ``crossing_bytes[p]`` are the bytes of one microbatch (of N₀) that a cut before layer p makes cross, there and back.
+    """
+
+    num_layers: int
+    layer_of_value: Mapping[int, int]
+    layer_of_operator: Mapping[int, int]
+    residuals: Mapping[int, int]
+    owners: Mapping[int, int]
+    crossing_bytes: np.ndarray
+
+
+def layer_map(loop: Looped, layers: Cut) -> LayerMap:
+    """The layers of a step, from the cut that makes every layer a stage."""
+    layer_of_variable: dict[Any, int] = {}
+    backward: set[Any] = set()
+    for layer, program in reversed(list(enumerate(layers.stages))):
+        jaxpr = _compat.jaxpr_of(program.jaxpr)
+        body = _compat.jaxpr_of(jaxpr.eqns[program.loop].params["jaxpr"])
+        for equation in (*jaxpr.eqns, *body.eqns):
+            layer_of_variable.update(dict.fromkeys(equation.outvars, layer))
+        for equation, part in zip(body.eqns, program.parts, strict=True):
+            if part is Part.BACKWARD:
+                backward.update(equation.outvars)
+    num_layers = len(layers.stages)
+    layer_of_value: dict[int, int] = {}
+    layer_of_operator: dict[int, int] = {}
+    for graph in (loop.graph, loop.body):
+        for operator in graph.operators:
+            layer = layer_of_variable.get(operator.equation.outvars[0], 0) if operator.equation.outvars else 0
+            layer_of_operator[operator.id] = layer
+            layer_of_value.update(dict.fromkeys(operator.results, layer))
+            for operand in operator.operands:  # an input belongs to the first layer that reads it
+                if operand is not None:
+                    layer_of_value.setdefault(operand, layer)
+            for inner in _inner(operator.bodies) if operator is not loop.loop else ():
+                layer_of_operator[inner.id] = layer
+                layer_of_value.update(dict.fromkeys(inner.results, layer))
+    crossing = np.zeros(num_layers + 1)
+    for one in layers.crossings:
+        low, high = sorted((one.source, one.target))
+        crossing[low + 1 : high + 1] += one.size_bytes * (1.0 if one.passing is Passing.MICRO else 1.0 / loop.count)
+    return LayerMap(
+        num_layers, layer_of_value, layer_of_operator, _residuals(loop, layer_of_value, backward), layers.owners, crossing
+    )
+
+
+def _inner(bodies: Sequence[Graph]) -> list[Any]:
+    return [operator for body in bodies for operator, _ in body.all_operators()]
+
+
+def _residuals(loop: Looped, layer_of_value: Mapping[int, int], backward: set[Any]) -> dict[int, int]:
+    """Values of the forward pass that the backward pass reads, with their layers."""
+    made = {
+        result
+        for operator in loop.body.operators
+        for result, variable in zip(operator.results, operator.equation.outvars, strict=True)
+        if variable not in backward
+    }
+    found = {}
+    for operator in loop.body.operators:
+        if operator.equation.outvars and operator.equation.outvars[0] in backward:
+            found.update({v: layer_of_value[v] for v in operator.operands if v is not None and v in made})
+    return found
+
+
+def layer_costs(loop: Looped, layers: LayerMap, found: Found, cluster: Cluster) -> LayerCosts:
+    """The price of every layer in a plan of the whole looped step on ``cluster``, the devices of one stage."""
+    program, count, fusion = found.program, loop.count, found.problem.fusion
+    inside = {operator.id for operator, _ in loop.body.all_operators()}
+    inside_values = {value.id for value in loop.body.all_values()}
+    work, latency, once = (np.zeros(layers.num_layers) for _ in range(3))
+    for run in run_costs(program, fusion, cluster):
+        layer = layers.layer_of_operator.get(run.operator.id, 0)
+        if run.operator.id in inside:
+            work[layer] += run.seconds / count
+        else:
+            once[layer] += run.seconds
+    network = cluster.network_link if cluster.hosts > 1 else cluster.local_link
+    for use in collectives_of(program, cluster):
+        layer = layers.layer_of_value.get(use.value, 0)
+        if use.value in inside_values and use.phase != Phase.UPDATE.value:
+            fixed = min(use.seconds, use.count * network.latency_seconds)
+            latency[layer] += fixed / count
+            work[layer] += (use.seconds - fixed) / count
+        else:
+            once[layer] += use.seconds
+    state, residual = np.zeros(layers.num_layers), np.zeros(layers.num_layers)
+    values = {value.id: value for value in loop.graph.all_values()}
+
+    def device_bytes(value: int) -> float:
+        layout = found.stage.home(value, len(values[value].shape))
+        return values[value].size_bytes / shares(layout, found.stage.mesh)
+
+    for position, value in enumerate(loop.graph.inputs):
+        if position not in loop.batch:
+            state[layers.owners.get(position, layers.layer_of_value.get(value, 0))] += device_bytes(value)
+    _, carries = _compat.scan_arity(loop.loop.equation.params)
+    for value in loop.body.outputs[:carries]:
+        if value is not None:
+            state[layers.layer_of_value[value]] += device_bytes(value)
+    for value, layer in layers.residuals.items():
+        residual[layer] += device_bytes(value)
+    return LayerCosts(count, work, latency, once, state, residual)

@@ -1,0 +1,171 @@
+"""The best pipeline: how many stages, which layers and devices for each, how many microbatches, which schedule.
+
+    1  layers           the forward pass cut where least crosses (:mod:`autopar.inter_op.layers`)
+    2  estimates        every run of layers on every number of devices (:mod:`autopar.inter_op.layer_costs`)
+    3  groupings        by dynamic programming, for each number of microbatches and of stages (:mod:`autopar.inter_op.grouping`)
+    4  pipelines        the groupings of least bound are planned exactly (:mod:`autopar.inter_op.stages`), and the simulator says
+                        under which schedule each is fastest
+
+The bound of step 3 hides nothing behind anything; a grouping is planned as long as its bound, less all that could be hidden,
+may still beat the best pipeline so far, ``MOST_PLANNED`` of them at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.errors import BudgetError, PlanError
+from autopar.inter_op.grouping import Estimates, Grouping, best_groupings, stage_sizes
+from autopar.inter_op.layer_costs import LayerCosts, LayerMap, layer_costs, layer_map
+from autopar.inter_op.layers import layers
+from autopar.inter_op.placing import forward_operators
+from autopar.inter_op.stages import Layout, PipelineFound, PipelineTask, StagePlanner, whole_on
+from autopar.plan import Schedule
+
+MOST_LAYERS = 16
+"""The forward pass is cut into so many layers at most; a stage is one or several."""
+
+MOST_PLANNED = 4
+"""So many groupings are planned exactly."""
+
+ESTIMATED_COUNT = 8
+"""Estimates are made for so many microbatches, or the next smaller number that divides the batch."""
+
+NEARLY = 1.25
+"""A grouping is not planned if its bound exceeds the best pipeline's seconds by this factor."""
+
+SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.EAGER_ONE_F_ONE_B, Schedule.GPIPE)
+"""Tried in this order: of equals the one that holds least in memory is kept."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the user has fixed of a pipeline; None: free."""
+
+    num_stages: int | None = None
+    schedule: Schedule | None = None
+    stage_size: int | None = None
+    """Devices of every stage."""
+
+
+def search_pipelines(
+    tasks: Callable[[int], PipelineTask],
+    counts: Sequence[int],
+    wanted: Wanted,
+    *,
+    to_beat_seconds: float = float("inf"),
+) -> PipelineFound | None:
+    """The fastest pipeline of two stages or more that is faster than ``to_beat_seconds``; None if there is none.
+
+    ``tasks`` gives the step looped over so many microbatches; ``counts`` are the numbers that it may be asked for.
+    Raises :class:`~autopar.errors.BudgetError` where pipelines were found but none keeps the budget.
+    """
+    return _Search(tasks, counts, wanted, to_beat_seconds).best()
+
+
+class _Search:
+    """Owns the best pipeline so far."""
+
+    def __init__(
+        self, tasks: Callable[[int], PipelineTask], counts: Sequence[int], wanted: Wanted, to_beat_seconds: float
+    ) -> None:
+        self._tasks, self._counts, self._wanted = tasks, sorted(counts), wanted
+        self._enough = to_beat_seconds
+        self._best: PipelineFound | None = None
+        self._refusal: BudgetError | None = None
+        self._planners: dict[int, StagePlanner] = {}
+        self._cuts: dict[int, tuple[int, ...]] = {}
+
+    def best(self) -> PipelineFound | None:
+        base = max((count for count in self._counts if count <= ESTIMATED_COUNT), default=self._counts[0])
+        task = self._tasks(base)
+        if not self._layers(base):
+            return None
+        planned: set[tuple[object, ...]] = set()
+        for grouping in self._groupings(task):
+            key = (grouping.count, grouping.ends, grouping.sizes)
+            if key in planned:
+                continue
+            if len(planned) >= MOST_PLANNED or grouping.bound_seconds > NEARLY * self._enough:
+                break
+            planned.add(key)
+            self._plan(grouping)
+        if self._best is None and self._refusal is not None and self._enough == float("inf"):
+            raise self._refusal
+        return self._best
+
+    def _layers(self, count: int) -> tuple[int, ...]:
+        """The positions at which layers begin, but the first."""
+        if count not in self._cuts:
+            task = self._tasks(count)
+            task.report_progress("finding the layers")
+            self._cuts[count] = layers(task.loop, task.state_pairs, at_most=MOST_LAYERS)
+        return self._cuts[count]
+
+    def _groupings(self, task: PipelineTask) -> list[Grouping]:
+        cluster, wanted = task.cluster, self._wanted
+        planner = self._planner(task.loop.count)
+        mapped = layer_map(task.loop, planner.cut(self._layers(task.loop.count)))
+        sizes = [wanted.stage_size] if wanted.stage_size else stage_sizes(cluster)
+        costs = self._costs(task, mapped, sizes)
+        if not costs:
+            return []
+        most = min(mapped.num_layers, cluster.num_devices // min(costs))
+        estimates = Estimates(cluster, task.budget_bytes, costs, mapped.crossing_bytes, most)
+        found = [one for count in self._counts for one in best_groupings(estimates, count)]
+        if wanted.num_stages is not None:
+            found = [one for one in found if len(one.ends) == wanted.num_stages]
+        return sorted(found, key=lambda one: one.bound_seconds)
+
+    def _costs(self, task: PipelineTask, mapped: LayerMap, sizes: Sequence[int]) -> Mapping[int, LayerCosts]:
+        found = {}
+        for size in sizes:
+            task.report_progress(f"pricing layers on {size} devices")
+            share = task.cluster.num_devices / size
+            try:
+                whole, part = whole_on(task, size, budget_bytes=task.budget_bytes * share)
+            except BudgetError as error:
+                self._refusal = self._refusal or error
+                continue
+            found[size] = layer_costs(task.loop, mapped, whole, part)
+        return found
+
+    def _planner(self, count: int) -> StagePlanner:
+        if count not in self._planners:
+            self._planners[count] = StagePlanner(self._tasks(count))
+        return self._planners[count]
+
+    def _plan(self, grouping: Grouping) -> None:
+        """Plan a grouping exactly, under every schedule that is allowed."""
+        starts = self._layers(grouping.count)
+        try:
+            cuts = tuple(starts[end - 1] for end in grouping.ends[:-1])
+        except IndexError:
+            return  # the step of this many microbatches has other layers
+        planner = self._planner(grouping.count)
+        schedules = (self._wanted.schedule,) if self._wanted.schedule else SCHEDULES
+        for schedule in schedules:
+            try:
+                found = planner.plan(Layout(cuts, grouping.devices, schedule))
+            except BudgetError as error:
+                self._refusal = self._refusal or error
+                continue
+            if found.step_seconds < self._enough * (1 - 1e-9):
+                self._best, self._enough = found, found.step_seconds
+
+
+def fixed_pipeline(task: PipelineTask, wanted: Wanted, devices: Sequence[tuple[int, ...]]) -> PipelineFound:
+    """The pipeline of a given number of stages on given devices, cut for balance.
+
+    Raises :class:`~autopar.errors.PlanError` where the forward pass has fewer layers than stages.
+    """
+    found = search_pipelines(
+        lambda count: task, [task.loop.count], replace(wanted, num_stages=len(devices), stage_size=len(devices[0]))
+    )
+    if found is None:
+        raise PlanError(
+            f"the forward pass has {len(forward_operators(task.loop))} operators and cannot be cut into {len(devices)} stages; "
+            "ask for fewer stages="
+        )
+    return found
