@@ -148,7 +148,9 @@ def plans(draw: st.DrawFn) -> Plan:
         out_paths=tuple(path for path, _ in outputs),
         in_layouts=tuple(layout for _, layout in inputs),
         out_layouts=tuple(layout for _, layout in outputs),
-        prediction=draw(st.builds(Prediction, number, number, number, number, number, uses, memory, st.none() | number)),
+        prediction=draw(
+            st.builds(Prediction, number, number, number, number, number, uses, memory, st.none() | number)
+        ),
         solver=draw(st.builds(SolverReport, whole, whole, number, gap, st.lists(st.text(), max_size=2).map(tuple))),
         num_microbatches=draw(st.integers(1, 1 << 40)),
     )
