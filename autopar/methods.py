@@ -348,10 +348,10 @@ def megatron_cuts(subject: Subject, size: int) -> Reach:
     cuts: dict[int, frozenset[int]] = {}
     active: dict[int, frozenset[int]] = {}
     for operator, _ in graph.all_operators():
-        if operator.phase is not Phase.FORWARD:
-            continue
-        if operator.bodies:
+        if operator.bodies:  # of any phase: a loop over microbatches holds the forward pass and more
             _enter_bodies(operator, origin)
+            continue
+        if operator.phase is not Phase.FORWARD:
             continue
         _track_origin(operator, origin)
         _cut_weights(operator, origin, cuts, active, size)

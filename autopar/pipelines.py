@@ -27,6 +27,7 @@ from autopar.graph.roles import Role
 from autopar.graph.wishes import Origin, wishes_of
 from autopar.inter_op.assemble import Assembled, assemble_plan, layouts_of_leaves
 from autopar.inter_op.examples import CoupledBatchError
+from autopar.inter_op.layers import layers
 from autopar.inter_op.looped import Looped, looped
 from autopar.inter_op.stages import (
     Layout,
@@ -34,7 +35,6 @@ from autopar.inter_op.stages import (
     PipelineTask,
     StageDemands,
     StagePlanner,
-    even_cuts,
     even_devices,
     leaves_of,
 )
@@ -68,10 +68,13 @@ def plan_pipeline(
     for devices in _devices_demanded(demands, cluster):
         one = _as_microbatches(subject, len(devices), cluster, demands)
         loop = loop_of(one)
-        try:
-            cuts = even_cuts(loop, len(devices))
-        except PlanError as error:
-            refusal = refusal or error
+        report_progress("finding the layers")
+        cuts = layers(loop, one.roles.state_pairs, at_most=len(devices), at_least=len(devices))
+        if len(cuts) != len(devices) - 1:
+            refusal = refusal or PlanError(
+                f"the forward pass can be cut into {len(cuts) + 1} layers, too few for {len(devices)} stages; ask for fewer "
+                "stages, or write out layers that stand in one loop (scan), which stays on one stage"
+            )
             continue
         task = pipeline_task(one, loop, cluster, demands, report_progress)
         schedule = demands.schedule or Schedule.ONE_F_ONE_B

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from autopar.cluster import Cluster, Mesh
 from autopar.errors import PlanError
-from autopar.plan import CollectiveUse, Layout, Memory, Plan, Prediction, SolverReport, Stage, Strategy
+from autopar.plan import CollectiveUse, Layout, Memory, Plan, Prediction, Schedule, SolverReport, Stage, Strategy
 from autopar.plan_file import load_plan, save_plan
 
 MESH = Mesh(("data", "model"), (2, 4))
@@ -148,7 +148,9 @@ def plans(draw: st.DrawFn) -> Plan:
         out_paths=tuple(path for path, _ in outputs),
         in_layouts=tuple(layout for _, layout in inputs),
         out_layouts=tuple(layout for _, layout in outputs),
-        prediction=draw(st.builds(Prediction, number, number, number, number, number, uses, memory)),
+        prediction=draw(
+            st.builds(Prediction, number, number, number, number, number, uses, memory, st.none() | number)
+        ),
         solver=draw(st.builds(SolverReport, whole, whole, number, gap, st.lists(st.text(), max_size=2).map(tuple))),
         num_microbatches=draw(st.integers(1, 1 << 40)),
     )
@@ -188,21 +190,35 @@ def test_several_stages(tmp_path: Path) -> None:
     """Each stage's layouts are held against its own mesh, the ends against any."""
     other = Mesh(("extra",), (4,))
     lone = Layout((("extra",),))
-    first = Stage(Mesh(("data",), (4,)), {0: ROWS}, {}, {})
+    first = Stage(Mesh(("data",), (4,)), {0: ROWS}, {}, {}, (0, 1, 2, 3))
     use = dataclasses.replace(TOY.prediction.collectives[0], axes=("extra",))
     prediction = dataclasses.replace(TOY.prediction, collectives=(use,))
     ends = {"in_layouts": (ROWS, lone), "out_layouts": (lone,), "prediction": prediction}
-    plan = make_plan(first, **ends)
-    plan = dataclasses.replace(plan, stages=(first, Stage(other, {5: lone}, {}, {})))
+    second = Stage(other, {5: lone}, {}, {}, (4, 5, 6, 7))
+    pipeline = {"stages": (first, second), "cuts": (3,), "schedule": Schedule.GPIPE, "num_microbatches": 2}
+    plan = dataclasses.replace(make_plan(first, **ends), **pipeline)
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
-    crossed = dataclasses.replace(plan, stages=(first, Stage(other, {5: ROWS}, {}, {})))
+    crossed = dataclasses.replace(plan, stages=(first, dataclasses.replace(second, homes={5: ROWS})))
     with pytest.raises(
         PlanError, match=r"no axis 'data' in mesh extra=4, used at \$\.plan\.stages\[1\]\.homes\[0\]\[1\]"
     ):
         crossed.save(tmp_path / "plan.json")
     with pytest.raises(PlanError, match=r"extra=4 has 4 devices, and \$\.plan\.num_devices is 3"):
         dataclasses.replace(plan, stages=plan.stages[::-1], num_devices=3).save(tmp_path / "plan.json")
+    for change, message in (
+        ({"cuts": ()}, r"\$\.plan\.cuts: 0 cuts for 2 stages"),
+        ({"stages": (first, second, first), "cuts": (3, 3)}, r"\$\.plan\.cuts: \[3, 3\] do not ascend"),
+        ({"schedule": Schedule.SINGLE}, r"\$\.plan\.schedule: 'single' is no schedule of 2 stages"),
+        ({"stages": (first, first)}, r"stages\[1\]\.devices: the device 0 stands in \$\.plan\.stages\[0\] already"),
+        ({"num_devices": 7}, r"stages\[1\]\.devices: there is no device 7, \$\.plan\.num_devices is 7"),
+        (
+            {"stages": (first, dataclasses.replace(second, devices=()))},
+            r"stages\[1\]\.devices: 0 devices for mesh extra=4 of one of 2 stages",
+        ),
+    ):
+        with pytest.raises(PlanError, match=message):
+            dataclasses.replace(plan, **change).save(tmp_path / "plan.json")
 
 
 def test_plan_of_a_real_program(tmp_path: Path) -> None:
@@ -260,7 +276,9 @@ def test_fifty_thousand_values(tmp_path: Path) -> None:
 def test_summary() -> None:
     assert TOY.summary() == "intra_op on data=2 × model=4: 300.000 ms per step, 1.3 MiB per device, gap 0.00%"
     halves = dataclasses.replace(TOY, stages=TOY.stages * 2, solver=dataclasses.replace(TOY.solver, gap=0.0123))
-    assert halves.summary().startswith("intra_op on data=2 × model=4 | data=2 × model=4: ")
+    assert halves.summary().startswith(
+        "intra_op in 2 stages, single over 1 microbatch, on data=2 × model=4 | data=2 × model=4: "
+    )
     assert halves.summary().endswith(", gap 1.23%")
 
 

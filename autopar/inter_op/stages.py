@@ -11,22 +11,19 @@ stage (:mod:`autopar.intra_op.priced`), which rises until the peak keeps the bud
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 
 from autopar.cluster import Cluster, Mesh
 from autopar.cost_model.pipeline import StageCost, simulate_pipeline, stage_cost
 from autopar.cost_model.simulate import Simulation
-from autopar.errors import BudgetError, PlanError
+from autopar.errors import BudgetError
 from autopar.graph.build import build_graph
 from autopar.graph.fingerprint import structure
 from autopar.graph.ir import Graph
 from autopar.inter_op.assemble import Running, assemble
 from autopar.inter_op.cut import cut
 from autopar.inter_op.looped import Looped
-from autopar.inter_op.placing import forward_operators
 from autopar.intra_op.priced import PricedStage, Prices
 from autopar.intra_op.restrict import Restriction
 from autopar.intra_op.search import Task
@@ -298,22 +295,3 @@ def bytes_between_stages(found: PipelineFound) -> int:
     return sum(
         crossing.size_bytes * (count if crossing.passing is Passing.MICRO else 1) for crossing in found.cut.crossings
     )
-
-
-def even_cuts(loop: Looped, num_stages: int) -> tuple[int, ...]:
-    """Cuts of the forward pass into stages of about the same FLOPs.
-
-    Raises :class:`~autopar.errors.PlanError` where it has fewer operators than that.
-    """
-    flops = [operator.flops for operator in forward_operators(loop)]
-    if len(flops) < num_stages:
-        raise PlanError(
-            f"the forward pass has {len(flops)} operators that can be told apart, too few for {num_stages} stages; a "
-            "loop over layers (scan) stays on one stage: ask for fewer stages, or write the layers out"
-        )
-    done = list(accumulate(flops))
-    cuts: list[int] = []
-    for stage in range(1, num_stages):
-        wanted = bisect_left(done, done[-1] * stage / num_stages) + 1
-        cuts.append(min(max(wanted, cuts[-1] + 1 if cuts else 1), len(flops) - num_stages + stage))
-    return tuple(cuts)

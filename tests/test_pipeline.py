@@ -1,0 +1,421 @@
+"""Pipelines whose stages the user fixes: the same numbers as the undecorated step, on parts of the devices.
+
+Ten steps in float64, every leaf and metric held as :mod:`tests.test_correctness` does.  The default run takes every pair
+of stages and microbatches once, under schedules and models in turn; ``verify`` takes the whole product.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar.errors import PlanError, TraceError
+from autopar.inter_op.examples import CoupledBatchError
+from autopar.plan import Plan, Schedule
+from autopar.schedule.instructions import Part
+from benchmarks.models import FAMILIES, build
+from tests.test_correctness import STEPS, wrong_leaves
+from tests.test_optimizers import BATCH as OPTIMIZER_BATCH
+from tests.test_optimizers import RECIPES, make_batch
+from tests.test_optimizers import reference as optimizer_reference
+from tests.test_optimizers import run as optimizer_run
+from tests.toy_runs import eight_slow_devices, precision, reference, run
+
+SCHEDULES = ("gpipe", "1f1b", "eager_1f1b")
+COUPLED_FAMILIES = ("wide_resnet", "moe", "two_tower")
+"""Models whose examples depend on each other, so that their batch stays whole."""
+
+SAMPLE = (
+    ("gpt", 2, 4, "1f1b"),
+    ("mlp_nnx", 4, 8, "gpipe"),
+    ("gpt_scan", 2, 2, "eager_1f1b"),
+    ("llama_nnx", 4, 2, "1f1b"),
+    ("wide_resnet", 4, 1, "eager_1f1b"),
+    ("mlp_nnx", 2, 8, "eager_1f1b"),
+    ("lstm", 2, 1, "gpipe"),
+    ("mlp_nnx", 4, 4, "eager_1f1b"),
+)
+"""Model, stages, microbatches, schedule: every pair of stages and microbatches; gpt ties its embedding and clips by the
+global norm, lstm draws dropout.
+"""
+
+
+def pipeline(function: Any, stages: Any, count: int | None = None, **options: Any) -> Any:
+    return autopar.parallelize(function, stages=stages, num_microbatches=count, cluster=eight_slow_devices(), **options)
+
+
+def check(name: str, stages: int, count: int, schedule: str) -> None:
+    expected = reference(name, jnp.float64, STEPS)
+    with precision(jnp.float64):
+        model = build(name, dtype=jnp.float64)
+        step = pipeline(model.train_step, stages, count, schedule=schedule)
+        got = run(model, step, step.init(model.make_state, model.abstract_batch()), STEPS)
+    plan = step.last.plan
+    assert (len(plan.stages), plan.num_microbatches) == (stages, count)
+    assert plan.schedule is (Schedule(schedule) if stages > 1 else Schedule.SINGLE)
+    assert wrong_leaves(expected.state, got.state) == {}
+    for ours, theirs in zip(got.metrics, expected.metrics, strict=True):
+        assert wrong_leaves(theirs, ours) == {}
+
+
+@pytest.mark.parametrize(("name", "stages", "count", "schedule"), SAMPLE)
+def test_float64_state_and_metrics_over_ten_steps(name: str, stages: int, count: int, schedule: str) -> None:
+    check(name, stages, count, schedule)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_float64_of_every_model_schedule_and_size(name: str, stages: int, count: int, schedule: str) -> None:
+    if count > 1 and name in COUPLED_FAMILIES:
+        with pytest.raises(CoupledBatchError):
+            check(name, stages, count, schedule)
+        return
+    check(name, stages, count, schedule)
+
+
+# ---------------------------------------------------------------------------------------------------- a small model
+
+WIDTH, BATCH, LAYERS = 32, 16, 4
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+
+
+def make_state() -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(0), LAYERS)
+    params = {
+        f"layer{k}": {"kernel": jax.random.normal(key, (WIDTH, WIDTH)) / 4, "bias": jnp.zeros(WIDTH)}
+        for k, key in enumerate(keys)
+    }
+    return {"params": params, "moments": OPTIMIZER.init(params)}
+
+
+def examples(seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {
+        "x": rng.normal(size=(BATCH, WIDTH)).astype(np.float32),
+        "y": rng.normal(size=(BATCH, WIDTH)).astype(np.float32),
+        "mask": (rng.random(BATCH) < 0.7).astype(np.float32) + np.float32(0.1),
+    }
+
+
+def hidden(params: Any, x: jax.Array) -> jax.Array:
+    for layer in params.values():
+        x = jnp.tanh(x @ layer["kernel"] + layer["bias"])
+    return x
+
+
+def mean_loss(params: Any, batch: Any) -> jax.Array:
+    return jnp.mean((hidden(params, batch["x"]) - batch["y"]) ** 2)
+
+
+def masked_mean(params: Any, batch: Any) -> jax.Array:
+    per_example = jnp.sum((hidden(params, batch["x"]) - batch["y"]) ** 2, axis=-1)
+    return jnp.sum(per_example * batch["mask"]) / jnp.sum(batch["mask"])
+
+
+def with_dropout(params: Any, batch: Any) -> jax.Array:
+    kept = jax.random.bernoulli(jax.random.key(3), 0.8, batch["x"].shape)
+    return mean_loss(params, {**batch, "x": jnp.where(kept, batch["x"], 0.0)})
+
+
+def step_of(loss: Callable[[Any, Any], jax.Array]) -> Callable[[Any, Any], Any]:
+    def train_step(state: Any, batch: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss)(state["params"], batch)
+        updates, moments = OPTIMIZER.update(gradients, state["moments"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "moments": moments}, {"loss": value, "norm": optax.tree.norm(gradients)}
+
+    return train_step
+
+
+train_step = step_of(mean_loss)
+
+
+def same(ours: Any, theirs: Any) -> None:
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6, err_msg=jax.tree_util.keystr(path))
+
+
+def after_two(step: Any, state: Any) -> Any:
+    metrics = []
+    for number in range(2):
+        state, said = step(state, examples(number))
+        metrics.append(said)
+    return state, metrics
+
+
+def devices_of(leaf: jax.Array) -> tuple[int, ...]:
+    return tuple(sorted(device.id for device in leaf.sharding.device_set))
+
+
+@pytest.mark.parametrize("loss", [masked_mean, with_dropout], ids=lambda loss: loss.__name__)
+def test_losses_with_whole_batch_parts(loss: Any) -> None:
+    step = pipeline(step_of(loss), 2, 4)
+    same(after_two(step, step.init(make_state, examples())), after_two(jax.jit(step_of(loss)), make_state()))
+
+
+@pytest.mark.parametrize("name", ["multi_steps", "apply_if_finite"])
+def test_optimizers_that_choose_after_the_microbatches(name: str) -> None:
+    expected = optimizer_reference(name)
+    with precision(jnp.float64):
+        first, function = RECIPES[name]()
+        step = pipeline(function, 2, 4)
+        got = optimizer_run(name, step, step.init(first, make_batch(OPTIMIZER_BATCH)))
+    assert wrong_leaves(expected.state, got.state) == {}
+
+
+def test_default_schedule_and_microbatches() -> None:
+    plan = pipeline(train_step, 2).plan(jax.eval_shape(make_state), examples())
+    assert (plan.schedule, plan.num_microbatches) == (Schedule.ONE_F_ONE_B, 8)
+    assert [stage.devices for stage in plan.stages] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert plan.step_seconds == plan.prediction.simulated_seconds > 0
+    assert "in 2 stages, 1f1b over 8 microbatches, on " in plan.summary()
+
+
+def test_devices_of_stages_are_the_users() -> None:
+    step = pipeline(train_step, [[6, 7], [0, 1, 2, 3]], 2, schedule=Schedule.GPIPE)
+    state = step.init(make_state, examples())
+    assert devices_of(state["params"]["layer0"]["kernel"]) == (6, 7)
+    assert devices_of(state["params"]["layer3"]["kernel"]) == (0, 1, 2, 3)
+    same(after_two(step, state), after_two(jax.jit(train_step), make_state()))
+
+
+def test_a_stage_on_every_device() -> None:
+    """Four layers have room for eight stages of operators; every one has a device."""
+    step = autopar.parallelize(train_step, method="inter_op", num_microbatches=2, cluster=eight_slow_devices())
+    state = step.init(make_state, examples())
+    same(after_two(step, state), after_two(jax.jit(train_step), make_state()))
+    plan = step.last.plan
+    assert plan.method == "inter_op" and all(stage.mesh.size == 1 for stage in plan.stages)
+    assert [stage.devices for stage in plan.stages] == [(k,) for k in range(len(plan.stages))]
+
+
+@pytest.mark.parametrize("method", ["data_parallel", "zero2", "zero3", "tensor_parallel"])
+def test_methods_inside_stages(method: str) -> None:
+    step = pipeline(train_step, 2, 2, method=method)
+    same(after_two(step, step.init(make_state, examples())), after_two(jax.jit(train_step), make_state()))
+    kernel = step.last.plan.in_layouts[step.last.plan.in_paths.index("state['params']['layer3']['kernel']")]
+    assert bool(kernel.axes) is (method in ("zero3", "tensor_parallel"))
+
+
+def test_constraints_hold_on_the_stage_of_the_leaf() -> None:
+    step = pipeline(train_step, 2, 2, mesh_shape=(2, 2), constraints={"**/params/*/kernel": P(None, "model")})
+    state = step.init(make_state, examples())
+    for layer in state["params"].values():
+        assert {shard.data.shape for shard in layer["kernel"].addressable_shards} == {(WIDTH, WIDTH // 2)}
+    same(after_two(step, state), after_two(jax.jit(train_step), make_state()))
+
+
+# ------------------------------------------------------------------------------------------------------- the state
+
+
+def test_state_is_born_on_its_stage_and_stays_there() -> None:
+    step = pipeline(train_step, 4, 2, method="zero3")
+    state = step.init(make_state, examples())
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(jax.jit(make_state)()))
+    kernels = [state["params"][f"layer{k}"]["kernel"] for k in range(LAYERS)]
+    assert [devices_of(kernel) for kernel in kernels] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert all({shard.data.size for shard in kernel.addressable_shards} == {kernel.size // 2} for kernel in kernels)
+    assert "Array(" in repr(state)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    for _ in range(2):
+        old, (state, _) = state, step(state, examples())
+        assert jax.tree.map(lambda leaf: leaf.sharding, state) == shardings
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old["params"]))
+
+
+def test_a_state_at_home_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = pipeline(train_step, 2, 2)
+    state, _ = step(step.init(make_state, examples()), examples())
+    whole = {leaf.shape for leaf in jax.tree.leaves(state)} - {()}
+    moved: list[tuple[int, ...]] = []
+    put = jax.device_put
+    monkeypatch.setattr(jax, "device_put", lambda x, *rest, **kw: (moved.append(np.shape(x)), put(x, *rest, **kw))[1])
+    step(state, examples())
+    rows = BATCH // 2
+    assert moved and {shape for shape in moved if shape[:1] != (rows,)}.isdisjoint(whole)
+
+
+def test_an_old_state_is_refused_by_name() -> None:
+    step = pipeline(train_step, 2, 2)
+    state = step.init(make_state, examples())
+    step(state, examples())
+    with pytest.raises(TraceError, match=r"state\[.*\].* was deleted: an earlier call"):
+        step(state, examples())
+
+
+def test_nothing_is_donated_on_demand() -> None:
+    step = pipeline(train_step, 2, 2, donate_argnums=())
+    state = step.init(make_state, examples())
+    first, _ = step(state, examples())
+    again, _ = step(state, examples())
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(first), jax.device_get(again))
+
+
+def test_one_array_may_stand_in_two_places_of_the_state() -> None:
+    step = pipeline(train_step, 2, 2)
+    state = step.init(make_state, examples())
+    copy = jax.tree.map(np.asarray, state)
+    shared = state["params"]["layer1"]["bias"]
+    state["params"]["layer0"]["bias"] = shared
+    copy["params"]["layer0"]["bias"] = np.asarray(shared)
+    same(after_two(step, state), after_two(jax.jit(train_step), copy))
+
+
+def test_checkpoint(tmp_path: Path) -> None:
+    import orbax.checkpoint as ocp
+
+    step = pipeline(train_step, 2, 2)
+    state, _ = step(step.init(make_state, examples()), examples())
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        back = checkpointer.restore(tmp_path / "state", state)
+    assert jax.tree.map(lambda a, b: a.sharding == b.sharding, back, state) == jax.tree.map(lambda _: True, state)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(back), jax.device_get(state))
+    same(step(back, examples(1)), jax.jit(train_step)(jax.device_get(state), examples(1)))
+
+
+# ------------------------------------------------------------------------------------------------- plans and reports
+
+
+def test_a_saved_plan_is_used(tmp_path: Path) -> None:
+    made = pipeline(train_step, 2, 4, schedule="eager_1f1b")
+    plan = made.plan(jax.eval_shape(make_state), examples())
+    plan.save(tmp_path / "plan.json")
+    back = Plan.load(tmp_path / "plan.json")
+    assert back == plan
+    step = autopar.parallelize(train_step, cluster=eight_slow_devices())
+    step.use(back)
+    state = step.init(make_state, examples())
+    assert devices_of(state["params"]["layer3"]["kernel"]) == (4, 5, 6, 7)
+    same(after_two(step, state), after_two(jax.jit(train_step), make_state()))
+    assert step.last.plan is back
+
+
+def test_explanation_and_verification() -> None:
+    step = pipeline(train_step, 2, 2)
+    after_two(step, step.init(make_state, examples()))
+    text = str(autopar.explain(step))
+    assert "2 stages, 1f1b over 2 microbatches" in text and "4, 5, 6, 7" in text and "measured" in text
+    with pytest.raises(PlanError, match=r"a pipeline has no one list of steps"):
+        _ = step.last.program
+    accounts = step.last.memory_analysis()
+    assert {(stage, part) for stage, part, _ in accounts} >= {(0, Part.FORWARD), (1, Part.BACKWARD)}
+    assert "// stage 1, forward" in step.last.as_text()
+
+
+def test_gradients_are_reduced_once_per_step() -> None:
+    """Data parallel with several microbatches: no pass of a microbatch reduces a gradient, the part after them does.
+
+    On this machine's own figures: where memory is slow, adding pieces and gathering them may be quicker than adding wholes.
+    """
+    step = autopar.parallelize(train_step, stages=2, num_microbatches=4, method="data_parallel")
+    compiled = step.compile(jax.eval_shape(make_state), examples())
+    reducing = {
+        (stage, part)
+        for (stage, part, _), one in compiled.executor.executables.items()
+        if re.search(r"= \S.* (all-reduce|reduce-scatter)(-start)?\(", one.as_text())
+    }
+    assert reducing == {(0, Part.AFTER), (1, Part.AFTER)}
+
+
+# ------------------------------------------------------------------------------------------------------------ misuse
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stages": 3}, r"stages=3 does not divide the 8 devices of slow devices; give a number that does"),
+        ({"stages": 0}, r"stages=0 is no number of stages"),
+        ({"stages": "two"}, r"stages='two' is no number of stages and no list of device ids"),
+        ({"stages": [[0, 1], [1, 2]]}, r"the device 1 stands there twice"),
+        ({"stages": [[0, 1]]}, r"must name two stages or more"),
+        ({"stages": [[0, 1], [8]]}, r"stage 2 has the device 8, and the devices of slow devices are 0 to 7"),
+        ({"stages": 2, "schedule": "2f2b"}, r"schedule='2f2b' is no schedule .*gpipe, 1f1b, eager_1f1b"),
+        ({"stages": 2, "schedule": "single"}, r"schedule='single' is no schedule"),
+        ({"schedule": "gpipe"}, r"schedule='gpipe' orders the microbatches of a pipeline, and no stages are asked for"),
+        ({"stages": 2, "num_microbatches": 3}, r"num_microbatches=3 does not divide the batch of 16"),
+        ({"stages": 2, "mesh_shape": (8,)}, r"mesh_shape=\(8,\) does not fit"),
+        ({"stages": 2, "constraints": {"**/kernal": P("data")}}, r"'\*\*/kernal' matches no argument leaf"),
+        ({"stages": 2, "memory_per_device": 1000}, r"no plan keeps .* per device"),
+    ],
+)
+def test_misuse(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        autopar.parallelize(train_step, cluster=eight_slow_devices(), **options).plan(
+            jax.eval_shape(make_state), examples()
+        )
+
+
+def test_more_stages_than_the_model_has_parts() -> None:
+    def linear(state: Any, batch: Any) -> Any:
+        return state - jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(state)
+
+    step = pipeline(linear, 8, 2)
+    with pytest.raises(PlanError, match=r"the forward pass can be cut into \d layers?, too few for 8 stages"):
+        step.plan(jnp.ones((WIDTH, WIDTH)), examples()["x"])
+
+
+def test_batch_norm_is_refused_with_the_line() -> None:
+    model = build("wide_resnet")
+    with pytest.raises(CoupledBatchError, match=r"cannot be cut into microbatches: \w+ at .*\.py:\d+"):
+        pipeline(model.train_step, 2, 2).plan(model.abstract_state(), model.abstract_batch())
+
+
+def test_an_error_on_one_stage_ends_the_step_once() -> None:
+    fails = {"now": False}
+
+    def seen(x: np.ndarray) -> np.ndarray:
+        if fails["now"]:
+            raise ValueError("the second stage has had enough")
+        return x
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        out = hidden(params, batch["x"])
+        total = jnp.mean((out - batch["y"]) ** 2)
+        watched = jax.pure_callback(seen, jax.ShapeDtypeStruct((), jnp.float32), jax.lax.stop_gradient(total))
+        return total + 0.0 * watched
+
+    step = pipeline(step_of(loss), 2, 2, donate_argnums=())
+    state = step.init(make_state, examples())
+    expected, _ = step(state, examples())
+    fails["now"] = True
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the second stage has had enough"):
+        step(state, examples())
+    fails["now"] = False
+    again, _ = step(state, examples())
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), jax.device_get(expected))
+
+
+def test_the_process_ends_when_it_is_done() -> None:
+    program = textwrap.dedent("""
+        import autopar
+        from tests.test_pipeline import examples, make_state, pipeline, train_step
+        step = pipeline(train_step, 2, 2)
+        step(step.init(make_state, examples()), examples())
+        print("done")
+    """)
+    ended = subprocess.run(
+        [sys.executable, "-c", "import tests.conftest\n" + program],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert ended.returncode == 0 and ended.stdout.strip() == "done", ended.stderr
