@@ -13,13 +13,12 @@ may still beat the best pipeline so far, ``MOST_PLANNED`` of them at most.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from autopar.errors import BudgetError, PlanError
+from autopar.errors import BudgetError
 from autopar.inter_op.grouping import Estimates, Grouping, best_groupings, stage_sizes
 from autopar.inter_op.layer_costs import LayerCosts, LayerMap, layer_costs, layer_map
 from autopar.inter_op.layers import layers
-from autopar.inter_op.placing import forward_operators
 from autopar.inter_op.stages import (
     FIRST_PRICE_SHARE,
     PRICE_STEP,
@@ -39,14 +38,14 @@ MOST_LAYERS = 16
 MOST_PLANNED = 4
 """So many groupings are planned exactly."""
 
-ESTIMATED_COUNT = 8
+ESTIMATED_COUNT = 16
 """Estimates are made for so many microbatches, or the next smaller number that divides the batch."""
 
 NEARLY = 1.25
 """A grouping is not planned if its bound exceeds the best pipeline's seconds by this factor."""
 
 SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.EAGER_ONE_F_ONE_B, Schedule.GPIPE)
-"""Tried in this order: of equals the one that holds least in memory is kept."""
+"""Stages are laid out for the first, which holds least; of equals the first is kept."""
 
 
 @dataclass(frozen=True)
@@ -133,13 +132,14 @@ class _Search:
             task.report_progress(f"pricing layers on {size} devices")
             cluster, prices = subcluster(task.cluster, range(size)), whole_on(task, size)
             budget_bytes = task.budget_bytes * task.cluster.num_devices / size
-            price = 0.0
+            price, before = 0.0, float("inf")
             for _ in range(RISES):
                 priced = prices.cheapest(price)
                 found[size] = costs = layer_costs(task.loop, mapped, priced, cluster)
-                if costs.state_bytes.sum() + costs.residual_bytes.sum() <= budget_bytes:
+                held = float(costs.state_bytes.sum() + costs.residual_bytes.sum())
+                if held <= budget_bytes or size == 1 or held >= 0.99 * before:
                     break
-                price = PRICE_STEP * price or FIRST_PRICE_SHARE * priced.seconds / budget_bytes
+                price, before = PRICE_STEP * price or FIRST_PRICE_SHARE * priced.seconds / budget_bytes, held
         return found
 
     def _planner(self, count: int) -> StagePlanner:
@@ -155,28 +155,12 @@ class _Search:
         except IndexError:
             return  # the step of this many microbatches has other layers
         planner = self._planner(grouping.count)
-        schedules = (self._wanted.schedule,) if self._wanted.schedule else SCHEDULES
-        for schedule in schedules:
-            try:
-                found = planner.plan(Layout(cuts, grouping.devices, schedule))
-            except BudgetError as error:
-                self._refusal = self._refusal or error
-                continue
-            if found.step_seconds < self._enough * (1 - 1e-9):
-                self._best, self._enough = found, found.step_seconds
-
-
-def fixed_pipeline(task: PipelineTask, wanted: Wanted, devices: Sequence[tuple[int, ...]]) -> PipelineFound:
-    """The pipeline of a given number of stages on given devices, cut for balance.
-
-    Raises :class:`~autopar.errors.PlanError` where the forward pass has fewer layers than stages.
-    """
-    found = search_pipelines(
-        lambda count: task, [task.loop.count], replace(wanted, num_stages=len(devices), stage_size=len(devices[0]))
-    )
-    if found is None:
-        raise PlanError(
-            f"the forward pass has {len(forward_operators(task.loop))} operators and cannot be cut into {len(devices)} stages; "
-            "ask for fewer stages="
-        )
-    return found
+        first, *others = (self._wanted.schedule,) if self._wanted.schedule else SCHEDULES
+        try:
+            found = planner.plan(Layout(cuts, grouping.devices, first))
+        except BudgetError as error:
+            self._refusal = self._refusal or error
+            return
+        for candidate in (found, *(planner.under(found, schedule) for schedule in others)):
+            if candidate is not None and candidate.step_seconds < self._enough * (1 - 1e-9):
+                self._best, self._enough = candidate, candidate.step_seconds

@@ -236,8 +236,8 @@ class _Slicing:
         starts = {start.buffer for start in self._starts if start.buffer is not None}
         one = self._executable(Part.BEFORE, 0, steps, wanted | starts)
         made = [result for result in one.results if result.buffer in wanted]
-        read = {argument.buffer for argument in one.arguments}
-        given = [b for b in starts if b not in _made(one.steps) and b not in read]
+        there = {argument.buffer for argument in one.arguments} | _made(one.steps)
+        given = [buffer for buffer in starts if buffer not in there]
         arguments = (*one.arguments, *(self._argument(buffer, inner=False) for buffer in given))
         return replace(one, arguments=arguments, results=(*made, *self._starts))
 
