@@ -1,6 +1,6 @@
 """autopar: parallelize an ordinary JAX train step over a cluster, by a plan that is found and explained."""
 
-from autopar.api import Compiled, Parallelized, parallelize
+from autopar.api import Parallelized, parallelize
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, ClusterError, PlanError, TraceError
 from autopar.explain import Explanation, explain
