@@ -22,7 +22,7 @@ from autopar.constraints import (
     without_axes_of_one,
 )
 from autopar.cost_model.pipeline import predict_pipeline
-from autopar.errors import PlanError
+from autopar.errors import BudgetError, PlanError
 from autopar.graph.ir import Graph
 from autopar.graph.roles import Role
 from autopar.graph.wishes import Origin, wishes_of
@@ -31,6 +31,7 @@ from autopar.inter_op.crossings import boundaries
 from autopar.inter_op.examples import CoupledBatchError
 from autopar.inter_op.layers import layers
 from autopar.inter_op.looped import Looped, looped
+from autopar.inter_op.pipeline_search import Wanted, search_pipelines
 from autopar.inter_op.stages import (
     Layout,
     PipelineFound,
@@ -46,6 +47,12 @@ from autopar.plan import Plan, Schedule, SolverReport
 from autopar.schedule.stage_program import Passing, StageProgram
 from autopar.subjects import Demands, Subjected, as_loop
 from autopar.user_shardings import UserDemands, UserShardings, user_demands, with_wishes
+
+MOST_DOUBLINGS = 6
+"""The planner itself cuts a batch into 2⁶ microbatches at most."""
+
+WORTH_SHARE = 0.05
+"""Where so little of a step is communication or repeated work, no pipeline is looked for."""
 
 MICROBATCHES_PER_STAGE = 4
 """Unless told otherwise a pipeline runs up to so many microbatches for each stage: the bubble is then below a fifth."""
@@ -88,6 +95,73 @@ def plan_pipeline(
         return one, plan_of_pipeline(one, cluster, demands, found), None
     assert refusal is not None
     raise refusal
+
+
+def may_be_pipeline(subject: Subjected, cluster: Cluster, demands: Demands, whole: Plan | None) -> bool:
+    """Whether a pipeline may be chosen, and might be faster than the plan ``whole`` on one mesh.
+
+    A pipeline idles; what it may save is communication, and work that is repeated to avoid it.  Devices that share their cores gain nothing by waiting for each other
+    less, so on one host of them there is none to look for.
+    """
+    is_free = (
+        method_of(demands.method).name == "auto"
+        and demands.stages is None
+        and demands.mesh_shape is None
+        and not demands.constraints
+        and (demands.user_shardings is UserShardings.IGNORE or not _says_shardings(subject))
+    )
+    if not is_free or cluster.num_devices == 1 or not subject.roles.leaves(Role.BATCH):
+        return False
+    if cluster.hosts == 1 and cluster.compute_shared_by > 1:
+        return False
+    return whole is None or _useful_seconds(subject, cluster, whole) < (1 - WORTH_SHARE) * whole.step_seconds
+
+
+def _useful_seconds(subject: Subjected, cluster: Cluster, whole: Plan) -> float:
+    """Seconds of a step in which no device communicates or repeats what another does as well."""
+    total = sum(operator.flops * trips for operator, trips in subject.graph.all_operators())
+    done = whole.prediction.flops * cluster.num_devices
+    return whole.prediction.compute_seconds * (min(1.0, total / done) if done else 1.0)
+
+
+def _says_shardings(subject: Subjected) -> bool:
+    return bool(subject.wishes.texts)
+
+
+def best_pipeline(
+    subject: Subjected, cluster: Cluster, demands: Demands, to_beat_seconds: float, report: Callable[[str], None]
+) -> tuple[Subjected, Plan, None] | None:
+    """The fastest pipeline of two stages or more, if it is faster than ``to_beat_seconds``."""
+    platform = cluster.device.platform.value
+    known: dict[int, tuple[Subjected, PipelineTask]] = {}
+
+    def task(count: int) -> PipelineTask:
+        if count not in known:
+            report(f"cutting the batch into {count} microbatches")
+            one = as_loop(subject, demands.terms(count), platform)
+            known[count] = one, pipeline_task(one, loop_of(one), cluster, demands, report)
+        return known[count][1]
+
+    asked = demands.num_microbatches
+    counts = counts_of(subject.roles.batch_size) if asked is None else [asked]
+    wanted = Wanted(schedule=demands.schedule)
+    try:
+        try:
+            found = search_pipelines(task, counts, wanted, to_beat_seconds=to_beat_seconds)
+        except CoupledBatchError:
+            found = search_pipelines(task, [1], wanted, to_beat_seconds=to_beat_seconds) if asked is None else None
+    except BudgetError:
+        return None  # the refusal of the plan on one mesh says more
+    if found is None:
+        return None
+    one = known[found.pipeline.order.num_microbatches][0]
+    return one, plan_of_pipeline(one, cluster, demands, found), None
+
+
+def counts_of(batch_size: int | None) -> list[int]:
+    """Numbers of microbatches that the planner itself tries."""
+    counts = [1 << bit for bit in range(MOST_DOUBLINGS + 1)]
+    return [count for count in counts if batch_size is not None and batch_size % count == 0] or [1]
 
 
 def loop_of(subject: Subjected) -> Looped:
