@@ -25,13 +25,14 @@ from tests.toy_runs import eight_slow_devices
 
 @dataclass(frozen=True)
 class Step:
-    """A model's step as a loop over ``count`` microbatches, with the paths of its inputs."""
+    """A model's step as a loop over ``count`` microbatches, with the paths of its inputs; batch leaves by position."""
 
     model: Model
     loop: Looped
     state_pairs: tuple[tuple[int, int], ...]
     names: tuple[str, ...]
     batch: tuple[int, ...]
+    hidden: tuple[Any, ...]
 
     def task(self, cluster: Cluster, budget_bytes: float = float("inf"), **rest: Any) -> PipelineTask:
         """The step on a cluster."""
@@ -49,7 +50,7 @@ def step_of(model: Model, count: int) -> Step:
     else:
         cut = accumulated(program, examples_of(graph, batch, state, count), batch)
     loop = looped(build_graph(cut.jaxpr, platform="cpu"), batch, count)
-    return Step(model, loop, tuple(roles.state_pairs), tuple(cut.in_paths), tuple(batch))
+    return Step(model, loop, tuple(roles.state_pairs), tuple(cut.in_paths), tuple(batch), cut.hidden)
 
 
 @functools.cache
