@@ -198,7 +198,11 @@ def _weights(random: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def _model(
-    name: str, weights: Callable[[], Any], loss: Callable[[Any, Batch], jax.Array], row: Callable[[int], Batch], rows: int
+    name: str,
+    weights: Callable[[], Any],
+    loss: Callable[[Any, Batch], jax.Array],
+    row: Callable[[int], Batch],
+    rows: int,
 ) -> Model:
     """Gradient descent with momentum on a loss."""
 
@@ -243,7 +247,12 @@ def transformer(blocks: int, width: int, rows: int, sequence: int = 8) -> Model:
 
     def weights() -> list[dict[str, np.ndarray]]:
         random = np.random.default_rng(0)
-        shapes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 2 * width), "down": (2 * width, width)}
+        shapes = {
+            "qkv": (width, 3 * width),
+            "out": (width, width),
+            "up": (width, 2 * width),
+            "down": (2 * width, width),
+        }
         return [{name: _weights(random, *shape) for name, shape in shapes.items()} for _ in range(blocks)]
 
     def loss(weights: list[dict[str, jax.Array]], batch: Batch) -> jax.Array:
@@ -309,6 +318,6 @@ def cases() -> tuple[Case, ...]:
             ),
         ]
     slow = cluster_of(2, 2, network=SLOW)
-    for budget in (60_000, 80_000, 120_000):
+    for budget in (100_000, 120_000, 160_000):
         found.append(Case(f"budget {budget}", lambda: mlp(even, 64), four, slow, (1, 2, 4), budget))
     return tuple(found)

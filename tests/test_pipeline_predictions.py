@@ -7,6 +7,7 @@ are alive after each instruction are held against the places of the lists and ag
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,11 +32,12 @@ BYTES_TOLERANCE = 0.01  # XLA gathers a bias whole that a sum would bring as wel
 SMALL_BYTES = 1024  # scalars and norms, which XLA finds to be the same in several places
 TABLE_BYTES_PER_RESULT = 8
 
-ALWAYS = (("mlp_nnx", "bench", 1), ("mlp_nnx", "bench", 4), ("gpt", "toy", 4))
+ALWAYS = (("mlp_nnx", "toy", 1), ("mlp_nnx", "bench", 4), ("gpt", "toy", 4))
 VERIFY = tuple(
     (name, size, count)
     for name, size in (
         ("mlp_nnx", "toy"),
+        ("mlp_nnx", "bench"),
         ("gpt", "toy"),
         ("gpt", "bench"),
         ("llama_nnx", "toy"),
@@ -46,21 +48,38 @@ VERIFY = tuple(
     for count in (1, 4)
     if (name, size, count) not in ALWAYS
 )
-GAPS: dict[tuple[str, str, int], set[tuple[int, str, int]]] = {}
-"""Executables (stage, part, segment) whose bytes are predicted beyond the tolerance."""
+GAPS: dict[tuple[str, str, int], set[tuple[int, str, int]]] = {
+    # Norms: squares of arrays of few kilobytes are kept for the reductions, of larger ones not.  Updates: what clips a
+    # gradient divides once, and two cheap readers take the quotient from memory; predicted to divide twice.
+    ("gpt", "toy", 1): {(0, "after", 0), (1, "after", 0), (0, "after", 1), (1, "after", 2)},
+    ("gpt", "toy", 4): {(0, "after", 0), (1, "after", 0), (0, "after", 1), (1, "after", 2)},
+    ("gpt", "bench", 1): {(0, "after", 1), (1, "after", 2)},
+    ("gpt", "bench", 4): {(0, "after", 1), (1, "after", 2)},
+    # Predicted too low; not yet understood.
+    ("t5", "toy", 1): {(0, "forward", 0), (0, "after", 0), (1, "after", 0)},
+    ("t5", "toy", 4): {(0, "forward", 0), (1, "forward", 0), (1, "backward", 0), (0, "after", 1)},
+    # Convolutions' gradients: predicted too low; not yet understood.
+    ("unet", "toy", 1): {(0, "forward", 0), (0, "backward", 0)},
+    ("unet", "toy", 4): {(0, "backward", 0), (1, "backward", 0)},
+    ("unet", "bench", 1): {(0, "backward", 0), (1, "before", 0)},
+    ("unet", "bench", 4): {(0, "backward", 0), (1, "backward", 0)},
+}
+"""Executables (stage, part, segment) of which scratch bytes are predicted beyond the tolerance."""
 
 _compile = jax.stages.Lowered.compile
 
 
-def compiled(found: PipelineFound) -> PipelineExecutor:
-    """The pipeline's executables; machine code is not optimized: that comes after all buffers are assigned."""
+@functools.cache
+def compiled(name: str, size: str, count: int, schedule: Schedule) -> tuple[PipelineFound, PipelineExecutor]:
+    """A pipeline and its executables; machine code is not optimized: that comes after all buffers are assigned."""
+    found = two_stages(toy_step(name, count, size), schedule)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(
             jax.stages.Lowered,
             "compile",
             lambda lowered: _compile(lowered, compiler_options={"xla_backend_optimization_level": 0}),
         )
-        return PipelineExecutor(found.pipeline, found.transfers, jax.devices())
+        return found, PipelineExecutor(found.pipeline, found.transfers, jax.devices())
 
 
 def executables(
@@ -103,9 +122,8 @@ def given_bytes(one: Executable, cost: StageCost, count: int) -> tuple[int, int,
 
 
 def check(name: str, size: str, count: int) -> None:
-    found = two_stages(toy_step(name, count, size))
     beyond = set()
-    for (stage, part, segment), one, cost, made in executables(found, compiled(found)):
+    for (stage, part, segment), one, cost, made in executables(*compiled(name, size, count, Schedule.ONE_F_ONE_B)):
         price = cost.executables[part, segment]
         check_collectives(price, collectives(parse_module(made.as_text())))
         actual = made.memory_analysis()
@@ -179,10 +197,9 @@ def leaves_of(step: Step) -> list[Any]:
     return leaves
 
 
-def check_memory(name: str, count: int, schedule: Schedule) -> None:
-    step = toy_step(name, count)
-    found = two_stages(step, schedule)
-    executor = compiled(found)
+def check_memory(name: str, size: str, count: int, schedule: Schedule) -> None:
+    step = toy_step(name, count, size)
+    found, executor = compiled(name, size, count, schedule)
     scratch = {key: made.memory_analysis().temp_size_in_bytes for key, made in executor.executables.items()}
     watched = Watched(executor._interpreter, scratch)
     with pytest.MonkeyPatch.context() as patched:
@@ -199,20 +216,31 @@ def check_memory(name: str, count: int, schedule: Schedule) -> None:
         assert predicted <= (1 + TOTAL_TOLERANCE) * watched.peak_bytes[stage]
 
 
-MEMORY = tuple(
-    (name, count, schedule)
+MEMORY_ALWAYS = (("mlp_nnx", "bench", 4, Schedule.ONE_F_ONE_B), ("gpt", "toy", 4, Schedule.ONE_F_ONE_B))
+MEMORY_VERIFY = tuple(
+    pytest.param(
+        name,
+        "toy",
+        count,
+        schedule,
+        marks=[pytest.mark.xfail(reason="scratch of convolutions' gradients, see GAPS", strict=True)]
+        if name == "unet"
+        else [],
+    )
     for name in ("mlp_nnx", "gpt", "llama_nnx", "t5", "unet")
     for count, schedule in ((1, Schedule.ONE_F_ONE_B), (4, Schedule.ONE_F_ONE_B), (4, Schedule.GPIPE))
+    if (name, "toy", count, schedule) not in MEMORY_ALWAYS
 )
-MEMORY_ALWAYS = (("mlp_nnx", 4, Schedule.ONE_F_ONE_B), ("gpt", 4, Schedule.GPIPE))
 
 
-@pytest.mark.parametrize(("name", "count", "schedule"), MEMORY_ALWAYS)
-def test_arrays_in_memory_are_those_predicted(name: str, count: int, schedule: Schedule) -> None:
-    check_memory(name, count, schedule)
+@pytest.mark.parametrize(("name", "size", "count", "schedule"), MEMORY_ALWAYS)
+def test_arrays_in_memory_are_those_predicted(name: str, size: str, count: int, schedule: Schedule) -> None:
+    check_memory(name, size, count, schedule)
 
 
 @pytest.mark.verify
-@pytest.mark.parametrize(("name", "count", "schedule"), [one for one in MEMORY if one not in MEMORY_ALWAYS])
-def test_arrays_in_memory_of_more_families_are_those_predicted(name: str, count: int, schedule: Schedule) -> None:
-    check_memory(name, count, schedule)
+@pytest.mark.parametrize(("name", "size", "count", "schedule"), MEMORY_VERIFY)
+def test_arrays_in_memory_of_more_families_are_those_predicted(
+    name: str, size: str, count: int, schedule: Schedule
+) -> None:
+    check_memory(name, size, count, schedule)
