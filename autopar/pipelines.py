@@ -100,8 +100,8 @@ def plan_pipeline(
 def may_be_pipeline(subject: Subjected, cluster: Cluster, demands: Demands, whole: Plan | None) -> bool:
     """Whether a pipeline may be chosen, and might be faster than the plan ``whole`` on one mesh.
 
-    A pipeline idles; what it may save is communication, and work that is repeated to avoid it.  Devices that share their cores gain nothing by waiting for each other
-    less, so on one host of them there is none to look for.
+    A pipeline idles; what it may save is communication, and work that is repeated to avoid it.  Devices that share their
+    cores gain nothing by waiting for each other less, so on one host of them there is none to look for.
     """
     is_free = (
         method_of(demands.method).name == "auto"

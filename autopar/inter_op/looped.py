@@ -120,7 +120,11 @@ def _run(operators: Sequence[Operator], known: dict[int, Any]) -> None:
 
 
 def _operand(value: int | None, atom: Any, known: dict[int, Any]) -> Any:
-    return jnp.asarray(atom.val, atom.aval.dtype) if value is None else known[value]
+    return _literal(atom) if value is None else known[value]
+
+
+def _literal(atom: Any) -> Any:
+    return jnp.asarray(atom.val, atom.aval.dtype)
 
 
 def with_open_branches(program: TracedProgram) -> TracedProgram:
@@ -153,7 +157,7 @@ def _evaluate_opened(jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
     known = dict(zip(jaxpr.invars, arguments, strict=True))
 
     def read(atom: Any) -> Any:
-        return jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, _compat.Literal) else known[atom]
+        return _literal(atom) if isinstance(atom, _compat.Literal) else known[atom]
 
     for equation in jaxpr.eqns:
         operands = [read(atom) for atom in equation.invars]

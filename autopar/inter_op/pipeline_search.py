@@ -7,7 +7,7 @@
                         under which schedule each is fastest
 
 The bound of step 3 hides nothing behind anything; a grouping is planned as long as its bound, less all that could be hidden,
-may still beat the best pipeline so far, ``MOST_PLANNED`` of them at most.
+may still beat the best pipeline so far, ``MOST_PLANNED`` of them at most (fewer of large programs).
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from autopar.plan import Schedule
 MOST_LAYERS = 16
 """The forward pass is cut into so many layers at most; a stage is one or several."""
 
-MOST_PLANNED = 4
-"""So many groupings are planned exactly."""
+MOST_PLANNED = 12
+PLANNED_OPERATORS = 8_000
+"""So many groupings are planned exactly, or as many as together have so many operators, but at least two."""
 
 ESTIMATED_COUNT = 16
 """Estimates are made for so many microbatches, or the next smaller number that divides the batch."""
@@ -64,13 +65,17 @@ def search_pipelines(
     wanted: Wanted,
     *,
     to_beat_seconds: float = float("inf"),
+    starts: Mapping[int, tuple[int, ...]] | None = None,
 ) -> PipelineFound | None:
     """The fastest pipeline of two stages or more that is faster than ``to_beat_seconds``; None if there is none.
 
-    ``tasks`` gives the step looped over so many microbatches; ``counts`` are the numbers that it may be asked for.
+    ``tasks`` gives the step looped over so many microbatches; ``counts`` are the numbers that it may be asked for; ``starts``
+    are, by that number, the forward operators before which layers begin, unless they are to be found.
     Raises :class:`~autopar.errors.BudgetError` where pipelines were found but none keeps the budget.
     """
-    return _Search(tasks, counts, wanted, to_beat_seconds).best()
+    search = _Search(tasks, counts, wanted, to_beat_seconds)
+    search.starts.update(starts or {})
+    return search.best()
 
 
 class _Search:
@@ -84,19 +89,20 @@ class _Search:
         self._best: PipelineFound | None = None
         self._refusal: BudgetError | None = None
         self._planners: dict[int, StagePlanner] = {}
-        self._cuts: dict[int, tuple[int, ...]] = {}
+        self.starts: dict[int, tuple[int, ...]] = {}
 
     def best(self) -> PipelineFound | None:
         base = max((count for count in self._counts if count <= ESTIMATED_COUNT), default=self._counts[0])
         task = self._tasks(base)
         if not self._layers(base):
             return None
+        most = min(MOST_PLANNED, max(2, PLANNED_OPERATORS // len(task.loop.graph.operators)))
         planned: set[tuple[object, ...]] = set()
         for grouping in self._groupings(task):
             key = (grouping.count, grouping.ends, grouping.sizes)
             if key in planned:
                 continue
-            if len(planned) >= MOST_PLANNED or grouping.bound_seconds > NEARLY * self._enough:
+            if len(planned) >= most or grouping.bound_seconds > NEARLY * self._enough:
                 break
             planned.add(key)
             self._plan(grouping)
@@ -106,11 +112,11 @@ class _Search:
 
     def _layers(self, count: int) -> tuple[int, ...]:
         """The positions at which layers begin, but the first."""
-        if count not in self._cuts:
+        if count not in self.starts:
             task = self._tasks(count)
             task.report_progress("finding the layers")
-            self._cuts[count] = layers(task.loop, task.state_pairs, at_most=MOST_LAYERS)
-        return self._cuts[count]
+            self.starts[count] = layers(task.loop, task.state_pairs, at_most=MOST_LAYERS)
+        return self.starts[count]
 
     def _groupings(self, task: PipelineTask) -> list[Grouping]:
         cluster, wanted = task.cluster, self._wanted
