@@ -2,6 +2,7 @@
 
 from autopar.api import Parallelized, parallelize
 from autopar.cluster import Cluster
+from autopar.compiled import Compiled
 from autopar.errors import AutoparError, ClusterError, PlanError, TraceError
 from autopar.explain import Explanation, explain
 from autopar.explain.verification import Verification

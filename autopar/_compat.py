@@ -173,6 +173,11 @@ def scan_arity(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def while_arity(params: dict[str, Any]) -> tuple[int, int]:
+    """How many leading operands of a ``while`` only its condition reads, and how many after them only its body."""
+    return params["cond_nconsts"], params["body_nconsts"]
+
+
 def with_scan_body(params: dict[str, Any], body: Any, num_consts: int) -> dict[str, Any]:
     """Parameters of the same ``scan`` with another closed body, of ``num_consts`` constants; carries stay as many."""
     if "num_consts" in params:

@@ -17,10 +17,11 @@ from autopar.cluster import Cluster
 from autopar.compiled import Compiled
 from autopar.errors import PlanError, TraceError
 from autopar.first_state import born_sharded
-from autopar.graph.roles import infer_roles
-from autopar.graph.tracing import Call, aval_of_leaf, flatten_call, trace
+from autopar.graph.roles import Role, infer_roles
+from autopar.graph.tracing import Call, aval_of_leaf, flatten_call, retracer, trace
 from autopar.graph.wishes import LeafWish, LeafWishes, leaf_wishes, names_on
 from autopar.inter_op.assemble import Assembled, stages_of_leaves
+from autopar.inter_op.terms import BatchCoupling, MicrobatchRng, Terms
 from autopar.intra_op.search import Found
 from autopar.intra_op.why import Question, Why, why
 from autopar.methods import HAND_MADE, Method, method_of
@@ -32,7 +33,7 @@ from autopar.progress import Progress
 from autopar.runtime.executor import Executor
 from autopar.runtime.pipeline import PipelineExecutor
 from autopar.schedule.spmd import lower
-from autopar.subjects import Demands, Subjected, as_loop, microbatched, subject_of
+from autopar.subjects import Demands, Subjected, as_loop, fingerprint_on, microbatched, subject_of
 from autopar.transfer import adapt_stage
 from autopar.user_shardings import UserShardings
 
@@ -249,15 +250,14 @@ class Parallelized:
         key = (_key_of(call), self._names_on(call), platform)
         if key not in self._subjects:
             options = self._options
-            program = trace(
-                self._function,
-                args,
-                kwargs,
-                static_argnums=options.static_argnums,
-                static_argnames=options.static_argnames,
-            )
+            static: dict[str, Any] = {
+                "static_argnums": options.static_argnums,
+                "static_argnames": options.static_argnames,
+            }
+            program = trace(self._function, args, kwargs, **static)
             roles = infer_roles(program, batch_argnums=options.batch_argnums, state_argnums=options.state_argnums)
-            self._subjects[key] = subject_of(program, roles, platform, self._leaf_wishes(call))
+            retrace = retracer(self._function, call, program, roles.leaves(Role.BATCH), **static)
+            self._subjects[key] = subject_of(program, roles, platform, self._leaf_wishes(call), retrace)
         return self._subjects[key]
 
     def _names_on(self, call: Call) -> Hashable:
@@ -336,9 +336,10 @@ class Parallelized:
             return self._plan(args, kwargs, cluster, self._demands(method))[:2]
         platform = cluster.device.platform.value
         subject, plan = self._subject(args, kwargs, platform), self._in_use
-        _check_fits(plan, subject, cluster)
+        terms = self._options.demands.terms(plan.num_microbatches)
+        _check_fits(plan, subject, terms, cluster)
         rewritten = as_loop if plan.is_pipeline else microbatched
-        return rewritten(subject, plan.num_microbatches, platform), plan
+        return rewritten(subject, terms, platform), plan
 
     def _assembled(self, subject: Subjected, plan: Plan, cluster: Cluster) -> Assembled:
         """The pipeline of a plan; the last one is remembered, for a state is born before the first step."""
@@ -365,19 +366,19 @@ def _check_initialiser(init_fn: Any) -> None:
         return
 
 
-def _check_fits(plan: Plan, subject: Subjected, cluster: Cluster) -> None:
+def _check_fits(plan: Plan, subject: Subjected, terms: Terms, cluster: Cluster) -> None:
     if plan.num_devices != cluster.num_devices:
         raise PlanError(
             f"the plan is for {plan.num_devices} devices of {plan.cluster}, {cluster.name} has {cluster.num_devices}; "
             "plan again for this cluster"
         )
-    if plan.fingerprint != subject.fingerprint:
+    if plan.fingerprint != fingerprint_on(subject, terms):
         ours, theirs = set(subject.program.in_paths), set(plan.in_paths)
         odd = sorted(ours ^ theirs)[:3]
         where = (
             f"they differ in the arguments {', '.join(odd)}"
             if odd
-            else "the same arguments, but another computation or other shardings in it"
+            else "the same arguments, but another computation or other shardings in it, or other terms of microbatches"
         )
         raise PlanError(f"the plan was made for another program ({where}); plan again for this one")
 
@@ -406,6 +407,8 @@ def _hashable(demands: Demands) -> Hashable:
         demands.solver_seconds,
         demands.stages,
         demands.schedule,
+        demands.batch_coupling,
+        demands.rng,
     )
 
 
@@ -431,6 +434,8 @@ def parallelize(
     stages: int | Sequence[Sequence[int]] | None = None,
     schedule: str | Schedule | None = None,
     user_shardings: str | UserShardings = "respect",
+    batch_coupling: str | BatchCoupling = "refuse",
+    rng: str | MicrobatchRng = "exact",
 ) -> Callable[[Callable[..., Any]], Parallelized]: ...
 
 
@@ -455,6 +460,11 @@ def parallelize(function: Callable[..., Any] | None = None, /, **options: Any) -
     * ``stages``: into how many stages of a pipeline the model is cut, each on as many devices, or the ids of the devices of
       each stage. ``mesh_shape`` and ``constraints`` then speak of the mesh of a stage.
     * ``schedule``: in which order the stages run the microbatches: ``"1f1b"`` (default), ``"gpipe"``, ``"eager_1f1b"``.
+    * ``batch_coupling``: where examples of a batch depend on each other through the parameters (batch normalisation, in-batch
+      contrast, routing by capacity), ``"refuse"`` cuts no batch, and ``"per_microbatch"`` treats each microbatch as a batch
+      of its own: losses, gradients and statistics are then means of the microbatches', which are other numbers.
+    * ``rng``: ``"exact"`` gives a microbatch its rows of the whole batch's random numbers; with ``"per_microbatch"`` it draws
+      for itself, its number folded into the key of each draw.
     * ``user_shardings``: ``"respect"`` keeps shardings that stand in the function (``with_sharding_constraint``), on its
       arguments (``Partitioned`` boxes, NNX metadata) and of state that lies on several devices, on the mesh that they
       name; ``"ignore"`` plans as if there were none.

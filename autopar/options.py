@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.cluster import Cluster
 from autopar.errors import ClusterError, PlanError, TraceError
+from autopar.inter_op.terms import BatchCoupling, MicrobatchRng
 from autopar.methods import InterOp, method_of
 from autopar.plan import Schedule
 from autopar.subjects import Demands
@@ -36,6 +37,11 @@ class Options:
     state_argnums: ArgumentNames = None
 
 
+_NAMED: Mapping[str, Callable[[Any], Any]] = {
+    "user_shardings": UserShardings.of,
+    "batch_coupling": BatchCoupling.of,
+    "rng": MicrobatchRng.of,
+}
 _DEMANDS = (
     "method",
     "memory_per_device",
@@ -47,7 +53,7 @@ _DEMANDS = (
     "schedule",
 )
 _ARGUMENTS = ("static_argnums", "static_argnames", "batch_argnums", "state_argnums")
-_EVERY = sorted((*_DEMANDS, *_ARGUMENTS, "cluster", "donate_argnums", "user_shardings"))
+_EVERY = sorted((*_DEMANDS, *_ARGUMENTS, "cluster", "donate_argnums", *_NAMED))
 
 
 def read_options(given: Mapping[str, Any], known: Options) -> Options:
@@ -61,8 +67,7 @@ def read_options(given: Mapping[str, Any], known: Options) -> Options:
     demands = {name: _CHECKED[name](given[name]) for name in _DEMANDS if given.get(name) is not None}
     if "donate_argnums" in given:
         demands["donate_state"] = _donates(given["donate_argnums"])
-    if "user_shardings" in given:
-        demands["user_shardings"] = UserShardings.of(given["user_shardings"])
+    demands |= {name: read(given[name]) for name, read in _NAMED.items() if name in given}
     others = {name: _argument_names(name, given[name]) for name in _ARGUMENTS if name in given}
     if "cluster" in given:
         others["cluster"] = checked_cluster(given["cluster"])

@@ -220,14 +220,14 @@ def _as_microbatches(subject: Subjected, num_stages: int, cluster: Cluster, dema
     """The step as a loop over the microbatches that are demanded, or over as many as are of use."""
     platform = cluster.device.platform.value
     if demands.num_microbatches is not None:
-        return as_loop(subject, demands.num_microbatches, platform)
+        return as_loop(subject, demands.terms(demands.num_microbatches), platform)
     size, count = subject.roles.batch_size, 1
     while size is not None and size % (2 * count) == 0 and 2 * count <= MICROBATCHES_PER_STAGE * num_stages:
         count *= 2
     try:
-        return as_loop(subject, count, platform)
+        return as_loop(subject, demands.terms(count), platform)
     except CoupledBatchError as error:
-        return replace(as_loop(subject, 1, platform), coupling=str(error))
+        return replace(as_loop(subject, demands.terms(1), platform), coupling=str(error))
 
 
 # ------------------------------------------------------------------------------------------------- what stages may do

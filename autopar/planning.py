@@ -152,7 +152,7 @@ def _plan_in(
 ) -> tuple[Subjected, Plan, Found]:
     if count > 1:
         report_progress(f"planning {count} microbatches")
-    one = microbatched(subject, count, cluster.device.platform.value)
+    one = microbatched(subject, demands.terms(count), cluster.device.platform.value)
     return one, *_plan_on(one, cluster, demands, report_progress)
 
 

@@ -6,7 +6,9 @@ A step may stand for itself, or be rewritten as a loop over its microbatches (:m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from jax.sharding import PartitionSpec
@@ -19,8 +21,10 @@ from autopar.graph.roles import Role, Roles
 from autopar.graph.tracing import TracedProgram
 from autopar.graph.wishes import LeafWishes, Wishes, wishes_of
 from autopar.inter_op.accumulate import accumulated
-from autopar.inter_op.examples import examples_of
+from autopar.inter_op.alone import each_alone, twin_of
+from autopar.inter_op.examples import CoupledBatchError, examples_of
 from autopar.inter_op.looped import as_one_trip
+from autopar.inter_op.terms import BatchCoupling, MicrobatchRng, Terms
 from autopar.methods import Method
 from autopar.plan import Schedule
 from autopar.user_shardings import UserShardings
@@ -41,6 +45,12 @@ class Demands:
     stages: int | tuple[tuple[int, ...], ...] | None = None
     """Of a pipeline: how many stages, or the devices of each; None: the method's own."""
     schedule: Schedule | None = None
+    batch_coupling: BatchCoupling = BatchCoupling.REFUSE
+    rng: MicrobatchRng = MicrobatchRng.EXACT
+
+    def terms(self, count: int) -> Terms:
+        """A batch cut into ``count`` microbatches, on the terms that are demanded."""
+        return Terms(count, self.batch_coupling, self.rng)
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,10 @@ class Subjected:
     num_microbatches: int = 1
     undivided: Subjected | None = None
     """Where the step is a loop over microbatches: the step as it was; batch leaves are (N, B/N, …) in the loop's."""
+    alone: str = ""
+    """Why each microbatch is treated as a batch of its own, where it is."""
+    retrace: Callable[[int], TracedProgram] | None = None
+    """The same function on a batch of another size; None: it is not at hand."""
     coupling: str = ""
     """Why the batch was not cut into microbatches, where memory would have asked for it."""
 
@@ -77,23 +91,30 @@ class Subjected:
         return dict(zip(self.graph.inputs, self.program.in_paths, strict=True))
 
 
-def subject_of(program: TracedProgram, roles: Roles, platform: str, leaves: LeafWishes | None = None) -> Subjected:
+def subject_of(
+    program: TracedProgram,
+    roles: Roles,
+    platform: str,
+    leaves: LeafWishes | None = None,
+    retrace: Callable[[int], TracedProgram] | None = None,
+) -> Subjected:
     """Build the graph and the fingerprint of a traced program.
 
     ``leaves`` are the shardings that the arguments carry; None: those and the ones in the program are ignored.
     """
     graph = build_graph(program.jaxpr, platform=platform)
     if leaves is None:
-        return Subjected(program, roles, graph, fingerprint(program))
+        return Subjected(program, roles, graph, fingerprint(program), retrace=retrace)
     wishes = wishes_of(graph, program.in_paths, roles.leaves(Role.STATE), leaves)
-    return Subjected(program, roles, graph, fingerprint(program, wishes.texts), wishes, leaves)
+    return Subjected(program, roles, graph, fingerprint(program, wishes.texts), wishes, leaves, retrace=retrace)
 
 
-def microbatched(subject: Subjected, count: int, platform: str) -> Subjected:
-    """The same step run as ``count`` microbatches, one after the other; plans of both bear the same fingerprint.
+def microbatched(subject: Subjected, terms: Terms, platform: str) -> Subjected:
+    """The same step run as microbatches, one after the other; plans of both bear the same fingerprint unless numbers differ.
 
     Raises :class:`~autopar.errors.PlanError` where the batch cannot be cut so.
     """
+    count = terms.count
     if count == 1:
         return subject
     size, batch = subject.roles.batch_size, subject.roles.leaves(Role.BATCH)
@@ -103,21 +124,44 @@ def microbatched(subject: Subjected, count: int, platform: str) -> Subjected:
         )
     if size % count:
         raise PlanError(f"num_microbatches={count} does not divide the batch of {size} examples")
-    examples = examples_of(subject.graph, batch, subject.roles.leaves(Role.STATE), count)
-    return _rewritten(subject, accumulated(subject.program, examples, batch), count, platform)
+    alone = ""
+    try:
+        examples = examples_of(subject.graph, batch, subject.roles.leaves(Role.STATE), count, terms.rng)
+        program = accumulated(subject.program, examples, batch)
+    except CoupledBatchError as error:
+        if terms.coupling is BatchCoupling.REFUSE or subject.retrace is None:
+            raise
+        alone = error.reason
+        retrace = functools.partial(subject.retrace, size // count)
+        program = each_alone(twin_of(subject.program, subject.graph, retrace, platform), batch, terms)
+    return replace(_rewritten(subject, program, terms, platform), alone=alone)
 
 
-def as_loop(subject: Subjected, count: int, platform: str) -> Subjected:
+def as_loop(subject: Subjected, terms: Terms, platform: str) -> Subjected:
     """:func:`microbatched`, a single microbatch being a loop of one trip: what a pipeline cuts into stages."""
-    if count > 1:
-        return microbatched(subject, count, platform)
+    if terms.count > 1:
+        return microbatched(subject, terms, platform)
     program = as_one_trip(subject.program, subject.graph, subject.roles.leaves(Role.BATCH))
-    return _rewritten(subject, program, 1, platform)
+    return _rewritten(subject, program, terms, platform)
 
 
-def _rewritten(subject: Subjected, program: TracedProgram, count: int, platform: str) -> Subjected:
+def _rewritten(subject: Subjected, program: TracedProgram, terms: Terms, platform: str) -> Subjected:
     graph = build_graph(program.jaxpr, platform=platform)
     wishes = subject.wishes
     if subject.leaves is not None:
         wishes = wishes_of(graph, program.in_paths, subject.roles.leaves(Role.STATE), subject.leaves)
-    return replace(subject, program=program, graph=graph, wishes=wishes, num_microbatches=count, undivided=subject)
+    return replace(
+        subject,
+        program=program,
+        graph=graph,
+        fingerprint=fingerprint_on(subject, terms),
+        wishes=wishes,
+        num_microbatches=terms.count,
+        undivided=subject,
+    )
+
+
+def fingerprint_on(subject: Subjected, terms: Terms) -> str:
+    """The fingerprint of the step whose batch is cut on these terms: that of the whole one where the numbers are."""
+    text = terms.text
+    return subject.fingerprint if not text else hashlib.sha256(f"{subject.fingerprint} {text}".encode()).hexdigest()

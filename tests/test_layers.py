@@ -117,7 +117,7 @@ def test_layers_of_a_gpt_are_its_blocks(name: str, size: Size, more: int) -> Non
     firsts = [blocks.index(number) for number in range(1, count)]
     last = len(blocks) - blocks[::-1].index(count - 1)
     # The head of the larger one does more than a block and is a layer of its own; the other belongs to the last block.
-    assert cuts == (*firsts, last) if size is Size.BENCH else tuple(firsts)
+    assert cuts == tuple([*firsts, last] if size is Size.BENCH else firsts)
 
 
 def test_blocks_become_identical_layers() -> None:

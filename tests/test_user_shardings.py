@@ -715,3 +715,27 @@ def test_a_step_that_changes_an_nnx_module_in_place_gets_the_fix(how: str) -> No
     function, arguments = steps[how]
     with pytest.raises(TraceError, match=r"in place[\s\S]*\n\+  graphdef, state = nnx\.split[\s\S]*\n\+  model = nnx"):
         parallel(function)(*arguments)
+
+
+# -------------------------------------------------------------------------------- microbatches
+
+
+@pytest.mark.parametrize(
+    ("spec", "layout"),
+    [
+        (("rows", "columns"), (("rows",), ("columns",))),
+        ((None, "columns"), ((), ("columns",))),
+        ((PartitionSpec.UNCONSTRAINED, "rows"), (None, ("rows",))),
+        ((("rows", "columns"), None), (None, ())),  # microbatches of four examples are not cut by eight
+    ],
+    ids=str,
+)
+def test_constraints_are_kept_microbatch_by_microbatch(spec: Any, layout: Any) -> None:
+    function = step_with(lambda h: with_sharding_constraint(h, on(*spec)))
+    step = parallel(function, num_microbatches=4)
+    found = asked_layouts(step, make_state(), make_batch())
+    assert len(found) == 2  # the constraint and its transpose, in the loop
+    for one in found:
+        assert all(asked in (None, axes) for asked, axes in zip(layout, one.dims, strict=True))
+    assert str(step.plan(make_state(), make_batch()).mesh) == "rows=2 × columns=4"
+    same(step(make_state(), make_batch()), jax.jit(function)(make_state(), make_batch()))

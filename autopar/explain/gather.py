@@ -306,6 +306,8 @@ def _notes(case: _Case, whys: tuple[Why, ...]) -> tuple[str, ...]:
             f"The batch of {size} examples runs as {count} microbatches of {size // count}, one after the other; gradients "
             "are summed on the way and reduced over devices once."
         )
+    if case.subject.alone:
+        notes.append(f"Each microbatch is treated as a batch of its own, for {case.subject.alone}.")
     if case.subject.coupling:
         notes.append(f"Microbatches would save memory, but {case.subject.coupling}.")
     if case.subject.wishes.wishes:

@@ -293,6 +293,28 @@ def trace(
     )
 
 
+def retracer(
+    function: Callable[..., Any], call: Call, program: TracedProgram, batch: Sequence[int], **static: Any
+) -> Callable[[int], TracedProgram]:
+    """Traces the call again with another size of the batch, whose leaves are at the positions ``batch``.
+
+    ``static`` are the options of :func:`trace`. The answer holds shapes only, none of the call's arrays.
+    """
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=_compat.is_weak(a)) for a in program.in_avals]
+    args, kwargs = call.rebuild(shapes[: len(call.leaves)])
+    abstract = flatten_call(function, args, kwargs, **static)
+
+    def retrace(size: int) -> TracedProgram:
+        leaves = list(abstract.leaves)
+        for position in batch:
+            leaf = leaves[position]
+            leaves[position] = jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype)
+        args, kwargs = abstract.rebuild(leaves)
+        return trace(function, args, kwargs, **static)
+
+    return retrace
+
+
 def aval_of_leaf(leaf: Any, path: str) -> Any:
     """The leaf's abstract value, or a TraceError that names the leaf."""
     if isinstance(leaf, _compat.Tracer):

@@ -28,7 +28,8 @@ from autopar.graph.build import BARRIER, LoopKind
 from autopar.graph.inline import inline
 from autopar.graph.ir import Operator
 from autopar.graph.tracing import TracedProgram
-from autopar.inter_op.examples import Examples, Level, cut_dim
+from autopar.inter_op.examples import Examples, Level, cut_dim, part_of
+from autopar.inter_op.terms import MicrobatchRng, own_draw
 from autopar.plan import Axes
 from autopar.schedule.local_ops import run_local
 
@@ -44,9 +45,9 @@ def accumulated(program: TracedProgram, examples: Examples, batch: Sequence[int]
     count = examples.mesh.size
     avals = list(program.in_avals)
     for position in batch:
-        avals[position] = _folded(avals[position], count)
+        avals[position] = folded(avals[position], count)
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=_compat.is_weak(aval)) for aval in avals]
-    flat = inline(jax.make_jaxpr(_Rewriting(examples, frozenset(batch)).step)(*shapes))
+    flat = inline(jax.make_jaxpr(Rewriting(examples, frozenset(batch)).step)(*shapes))
     assert not _compat.consts_of(flat)  # constants of the first trace are inputs, and the rewriting makes none
     return replace(program, jaxpr=flat, in_avals=tuple(avals))
 
@@ -56,12 +57,13 @@ def folded_shape(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
     return (count, shape[0] // count, *shape[1:])
 
 
-def _folded(aval: Any, count: int) -> Any:
+def folded(aval: Any, count: int) -> Any:
+    """The abstract value of a batch leaf as the rewritten program takes it."""
     return _compat.aval_of(jax.ShapeDtypeStruct(folded_shape(aval.shape, count), aval.dtype))
 
 
 @dataclass(frozen=True)
-class _Microbatch:
+class Microbatch:
     """One microbatch (``number`` is a traced scalar) at one level of the program."""
 
     number: Any
@@ -72,7 +74,7 @@ _Operand = Callable[[int, int | None], Any]
 """(value, dimension along which its part is wanted, if it is a whole value) → array."""
 
 
-class _Rewriting:
+class Rewriting:
     """Owns what does not change while the step is traced anew."""
 
     def __init__(self, examples: Examples, batch: frozenset[int]) -> None:
@@ -80,6 +82,7 @@ class _Rewriting:
         self._batch = batch
 
     def step(self, *arguments: Any) -> list[Any]:
+        """The flat results of the step; batch arguments have shape (N, B/N, …)."""
         level = self._examples.level
         graph = level.graph
         whole: dict[int, Any] = dict(zip(graph.inputs, arguments, strict=True))
@@ -87,17 +90,18 @@ class _Rewriting:
         whole.update({value: row.reshape(-1, *row.shape[2:]) for value, row in rows.items()})
         whole.update(zip(graph.constants, _compat.consts_of(graph.jaxpr), strict=True))
         parts = _Parts(level, self._examples.before)
-        self._run_whole(parts.before, whole)
+        self.run_whole(parts.before, whole)
         sums, stacked = self._loop(parts, whole, rows)
         for value in parts.sums:
             whole[value] = sums[value]
         for value in parts.stacked:
-            whole[value] = _unstacked(stacked[value], cut_dim(level.forms[value]) or 0)
+            whole[value] = unstacked(stacked[value], cut_dim(level.forms[value]) or 0)
         whole.update({later: whole[value] for value, later in parts.guarded.items() if value in whole})
-        self._run_whole(parts.after, whole)
-        return _operands_of(graph.outputs, _compat.jaxpr_of(graph.jaxpr).outvars, whole.__getitem__)
+        self.run_whole(parts.after, whole)
+        return operands_of(graph.outputs, _compat.jaxpr_of(graph.jaxpr).outvars, whole.__getitem__)
 
-    def _run_whole(self, operators: Sequence[Operator], known: dict[int, Any]) -> None:
+    def run_whole(self, operators: Sequence[Operator], known: dict[int, Any]) -> None:
+        """Run operators as they are; their results join ``known``."""
         for operator in operators:
             with _compat.as_written(operator.equation):
                 results = _compat.evaluate(operator.equation, _operands(operator, known.__getitem__))
@@ -111,19 +115,19 @@ class _Rewriting:
             accumulators: dict[int, Any], given: tuple[Any, dict[int, Any]]
         ) -> tuple[dict[int, Any], dict[int, Any]]:
             number, row = given
-            found = self._pieces(_Microbatch(number, level), parts.inside, {**whole, **row})
+            found = self.pieces(Microbatch(number, level), parts.inside, {**whole, **row})
             added = {
                 value: accumulators[value] + found[value].astype(accumulators[value].dtype) for value in parts.sums
             }
             return added, {value: found[value] for value in parts.stacked}
 
-        start = {value: jnp.zeros(values[value].shape, _accumulator_dtype(values[value].dtype)) for value in parts.sums}
+        start = {value: jnp.zeros(values[value].shape, accumulator_dtype(values[value].dtype)) for value in parts.sums}
         length = self._examples.mesh.size
         sums, stacked = lax.scan(one, start, (jnp.arange(length, dtype=jnp.int32), dict(rows)))
         return {value: total.astype(values[value].dtype) for value, total in sums.items()}, stacked
 
-    def _pieces(
-        self, one: _Microbatch, operators: Sequence[Operator | tuple[int, int]], known: dict[int, Any]
+    def pieces(
+        self, one: Microbatch, operators: Sequence[Operator | tuple[int, int]], known: dict[int, Any]
     ) -> dict[int, Any]:
         """What a microbatch makes of a level: ``known`` holds values in their forms, grows, and is returned."""
         mesh, level = self._examples.mesh, one.level
@@ -141,10 +145,18 @@ class _Rewriting:
             if isinstance(todo, tuple):
                 operator, strategy = level.regrown[todo]
                 with _compat.as_written(operator.equation):
-                    part[todo] = self._run(one, operator, strategy, operand)[operator.results.index(todo[0])]
+                    if strategy:
+                        made = self._run(one, operator, strategy, operand)
+                    else:
+                        shape = list(operator.equation.params["shape"])
+                        shape[todo[1] - len(operator.rule.operands[0])] //= mesh.size
+                        made = own_draw(operator, _operands(operator, known.__getitem__)[0], one.number, tuple(shape))
+                    part[todo] = made[operator.results.index(todo[0])]
                 continue
             with _compat.as_written(todo.equation):
-                if todo.bodies:
+                if todo.id in level.draws:
+                    results = self._draw(one, todo, operand)
+                elif todo.bodies:
                     results = self._run_loop(one, todo, operand)
                 elif level.strategies.get(todo.id):
                     results = self._run(one, todo, level.strategies[todo.id], operand)
@@ -153,7 +165,7 @@ class _Rewriting:
             known.update(zip(todo.results, results, strict=True))
         return known
 
-    def _run(self, one: _Microbatch, operator: Operator, strategy: tuple[Axes, ...], operand: _Operand) -> list[Any]:
+    def _run(self, one: Microbatch, operator: Operator, strategy: tuple[Axes, ...], operand: _Operand) -> list[Any]:
         carried = {number for number, axes in enumerate(strategy) if axes}
         arrays = []
         for value, dims, atom in zip(operator.operands, operator.rule.operands, operator.equation.invars, strict=True):
@@ -166,54 +178,76 @@ class _Rewriting:
             operator, operator.equation, arrays, strategy, self._examples.mesh, index=lambda axes: one.number
         )
 
+    def _draw(self, one: Microbatch, operator: Operator, operand: _Operand) -> list[Any]:
+        """The random bits of a microbatch that is traced alone: its own, or its rows of the whole batch's."""
+        whole = one.level.draws[operator.id]
+        (keys,) = _operands(operator, lambda value: operand(value, None))
+        shapes = [tuple(one.equation.outvars[0].aval.shape) for one in (whole, operator)]
+        if one.level.rng is MicrobatchRng.PER_MICROBATCH:
+            return own_draw(operator, keys, one.number, operator.equation.params["shape"])
+        dim = next(dim for dim, (a, b) in enumerate(zip(*shapes, strict=True)) if a != b)
+        if (major := part_of(whole, 0, dim, self._examples.mesh)) is not None:
+            return run_local(whole, whole.equation, [keys], major, self._examples.mesh, index=lambda axes: one.number)
+        (bits,) = _compat.evaluate(whole.equation, [keys])
+        return [lax.dynamic_slice_in_dim(bits, one.number * shapes[1][dim], shapes[1][dim], dim)]
+
     # --- loops ---
 
-    def _run_loop(self, one: _Microbatch, operator: Operator, operand: _Operand) -> list[Any]:
+    def _run_loop(self, one: Microbatch, operator: Operator, operand: _Operand) -> list[Any]:
         inner = one.level.bodies.get(operator.id)
         if inner is None:
             return _compat.evaluate(operator.equation, _operands(operator, lambda value: operand(value, None)))
-        params = operator.equation.params
         if operator.primitive == LoopKind.COND:
             arrays = _operands(operator, lambda value: operand(value, None))
-            branches = [self._callable(_Microbatch(one.number, body)) for body in inner]
+            branches = [self._callable(Microbatch(one.number, body)) for body in inner]
             return list(lax.switch(arrays[0], branches, *arrays[1:]))
+        if operator.primitive == LoopKind.WHILE:
+            return self._run_while(one, operator, inner, operand)
+        return self._run_scan(one, operator, inner[0], operand)
+
+    def _run_scan(self, one: Microbatch, operator: Operator, body: Level, operand: _Operand) -> list[Any]:
+        params = operator.equation.params
         consts, carries = _compat.scan_arity(params)
-        (body,) = inner
-        stacked = [0] * (consts + carries) + [1] * (len(operator.operands) - consts - carries)
-        arrays = []
-        for value, inside, shift, atom in zip(
-            operator.operands, body.graph.inputs, stacked, operator.equation.invars, strict=True
-        ):
-            if value is None:
-                arrays.append(jnp.asarray(atom.val, atom.aval.dtype))
-                continue
-            dim = cut_dim(body.forms[inside])
-            arrays.append(operand(value, None if dim is None else dim + shift))
-        run = self._callable(_Microbatch(one.number, body))
-        fixed = arrays[:consts]
+        whole = consts + carries
+        arrays = _in_forms(operator, body, operand, range(whole), 0)
+        arrays += _in_forms(operator, body, operand, range(whole, len(operator.operands)), 1)
+        run = self._callable(Microbatch(one.number, body))
 
         def trip(carry: list[Any], pieces: list[Any]) -> tuple[list[Any], list[Any]]:
-            out = run(*fixed, *carry, *pieces)
+            out = run(*arrays[:consts], *carry, *pieces)
             return out[:carries], out[carries:]
 
         carry, made = lax.scan(
             trip,
-            arrays[consts : consts + carries],
-            arrays[consts + carries :],
+            arrays[consts:whole],
+            arrays[whole:],
             length=params["length"],
             reverse=params["reverse"],
             unroll=params["unroll"],
         )
         return [*carry, *made]
 
-    def _callable(self, one: _Microbatch) -> Callable[..., list[Any]]:
+    def _run_while(self, one: Microbatch, operator: Operator, inner: tuple[Level, ...], operand: _Operand) -> list[Any]:
+        conditions, consts = _compat.while_arity(operator.equation.params)
+        test, body = (self._callable(Microbatch(one.number, level)) for level in inner)
+        fixed = _operands(operator, lambda value: operand(value, None))[:conditions]
+        arrays = _in_forms(operator, inner[1], operand, range(len(operator.operands) - conditions), 0, conditions)
+        return list(
+            lax.while_loop(
+                lambda carry: test(*fixed, *carry)[0],
+                lambda carry: body(*arrays[:consts], *carry),
+                arrays[consts:],
+            )
+        )
+
+    def _callable(self, one: Microbatch) -> Callable[..., list[Any]]:
         level, graph = one.level, one.level.graph
         constants = dict(zip(graph.constants, _compat.consts_of(graph.jaxpr), strict=True))
         todo = _with_regrown(level, graph.operators)
 
         def run(*arguments: Any) -> list[Any]:
-            found = self._pieces(one, todo, {**constants, **dict(zip(graph.inputs, arguments, strict=True))})
-            return _operands_of(graph.outputs, _compat.jaxpr_of(graph.jaxpr).outvars, found.__getitem__)
+            found = self.pieces(one, todo, {**constants, **dict(zip(graph.inputs, arguments, strict=True))})
+            return operands_of(graph.outputs, _compat.jaxpr_of(graph.jaxpr).outvars, found.__getitem__)
 
         return run
 
@@ -273,23 +307,43 @@ def _with_regrown(level: Level, operators: Sequence[Operator]) -> list[Operator 
     return [todo for _, todo in sorted(keyed, key=lambda pair: pair[0])]
 
 
+def _in_forms(
+    operator: Operator, body: Level, operand: _Operand, positions: range, stacked: int, shift: int = 0
+) -> list[Any]:
+    """Arrays for a body's inputs at ``positions``, each in the form that the body knows it in.
+
+    Input k is operand k + ``shift``, which has ``stacked`` leading dimensions that the body does not see.
+    """
+    arrays = []
+    for k in positions:
+        value, atom = operator.operands[k + shift], operator.equation.invars[k + shift]
+        dim = cut_dim(body.forms[body.graph.inputs[k]])
+        if value is None:
+            arrays.append(jnp.asarray(atom.val, atom.aval.dtype))
+        else:
+            arrays.append(operand(value, None if dim is None else dim + stacked))
+    return arrays
+
+
 def _operands(operator: Operator, known: Callable[[int], Any]) -> list[Any]:
-    return _operands_of(operator.operands, operator.equation.invars, known)
+    return operands_of(operator.operands, operator.equation.invars, known)
 
 
-def _operands_of(values: Sequence[int | None], atoms: Sequence[Any], known: Callable[[int], Any]) -> list[Any]:
+def operands_of(values: Sequence[int | None], atoms: Sequence[Any], known: Callable[[int], Any]) -> list[Any]:
+    """Arrays for operands or outputs, literals among them."""
     return [
         jnp.asarray(atom.val, atom.aval.dtype) if value is None else known(value)
         for value, atom in zip(values, atoms, strict=True)
     ]
 
 
-def _accumulator_dtype(dtype: str) -> Any:
+def accumulator_dtype(dtype: str) -> Any:
+    """The type in which values of a type are added up over microbatches."""
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < jnp.dtype(WIDE_ACCUMULATOR).itemsize
     return WIDE_ACCUMULATOR if narrow else jnp.dtype(dtype)
 
 
-def _unstacked(stacked: Any, dim: int) -> Any:
+def unstacked(stacked: Any, dim: int) -> Any:
     """(N, …, B/N, …) with the examples at ``dim`` + 1 as (…, B, …)."""
     moved = jnp.moveaxis(stacked, 0, dim)
     return moved.reshape(*moved.shape[:dim], -1, *moved.shape[dim + 2 :])

@@ -155,7 +155,7 @@ class _Assembly:
     def _loop_equation(self, stage: int, inputs: list[tuple[Any, End]]) -> tuple[Any, list[tuple[Any, End]]]:
         """The stage's own loop; stacks of received values join its inputs, stacks of sent ones are returned."""
         loop, body, late = self._loop.loop, self._bodies[stage], self._updates.stages[stage]
-        consts, carries = _compat.scan_arity(loop.equation.params)
+        consts, _ = _compat.scan_arity(loop.equation.params)
         read = [value for value in self._loop.body.inputs if value in body.inputs]
         fixed = set(self._loop.body.inputs[:consts])
         carried = {self._loop.body.inputs[consts + number]: number for number in body.sums}

@@ -19,7 +19,7 @@ cut, and the operator is named.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from autopar import _compat
@@ -28,6 +28,7 @@ from autopar.errors import PlanError
 from autopar.graph.build import BARRIER, LoopKind
 from autopar.graph.ir import FactorKind, Graph, Operator, Phase, Value
 from autopar.graph.zeros import is_zero_literal, zero_values
+from autopar.inter_op.terms import DRAW, MicrobatchRng
 from autopar.plan import Axes, Layout
 from autopar.schedule.local_params import LocalError, site_of
 from autopar.schedule.reshard import replicated
@@ -45,7 +46,8 @@ class CoupledBatchError(PlanError):
 
     def __init__(self, operator: Operator, why: str) -> None:
         self.operator = operator
-        super().__init__(f"the batch cannot be cut into microbatches: {operator.primitive} at {operator.source} {why}")
+        self.reason = f"{operator.primitive} at {operator.source} {why}"
+        super().__init__(f"the batch cannot be cut into microbatches: {self.reason}")
 
 
 @dataclass
@@ -55,15 +57,18 @@ class Level:
     ``forms`` are layouts over the axis ``AXIS`` (a value of no form is missing); ``strategies`` are those of the
     operators that run per microbatch; ``bodies`` are the levels of their loops.  ``pieces`` are whole values, by (value,
     dimension), of which a microbatch wants its part only; those in ``regrown`` are computed in part (operator →
-    strategy), the others are sliced.
+    strategy, none for a draw of the microbatch's own), the others are sliced.  ``draws`` are the whole batch's random
+    draws, where the level is a program on a microbatch alone.
     """
 
     graph: Graph
+    rng: MicrobatchRng = MicrobatchRng.EXACT
     forms: dict[int, Layout] = field(default_factory=dict)
     strategies: dict[int, tuple[Axes, ...]] = field(default_factory=dict)
     bodies: dict[int, tuple[Level, ...]] = field(default_factory=dict)
     pieces: set[tuple[int, int]] = field(default_factory=set)
     regrown: dict[tuple[int, int], tuple[Operator, tuple[Axes, ...]]] = field(default_factory=dict)
+    draws: dict[int, Operator] = field(default_factory=dict)
 
     def is_whole(self, value: int) -> bool:
         """Whether a value does not depend on the microbatch."""
@@ -80,7 +85,13 @@ class Examples:
     mesh: Mesh
 
 
-def examples_of(graph: Graph, batch: Sequence[int], fixed: Iterable[int], count: int) -> Examples:
+def examples_of(
+    graph: Graph,
+    batch: Sequence[int],
+    fixed: Iterable[int],
+    count: int,
+    rng: MicrobatchRng = MicrobatchRng.EXACT,
+) -> Examples:
     """The forms of a step's values when its batch is cut into ``count`` microbatches.
 
     ``batch`` are the input positions of batch leaves (examples along dimension 0), ``fixed`` those of inputs on which
@@ -91,7 +102,7 @@ def examples_of(graph: Graph, batch: Sequence[int], fixed: Iterable[int], count:
     held = {graph.inputs[position] for position in fixed}
     before: set[int] = set()
     while True:
-        level = Level(graph)
+        level = Level(graph, rng)
         for position, value in enumerate(graph.inputs):
             rank = len(graph.values[value].shape)
             level.forms[value] = _cut(rank, 0) if position in set(batch) else replicated(rank)
@@ -229,9 +240,10 @@ class _Reader:
             self._level.strategies[operator.id] = ()
             return [known[k] or replicated(len(self._values[r].shape)) for k, r in enumerate(operator.results)]
         sums = [form is not None and bool(form.partial) for form in known]
-        ranked = [operand is not None for operand in operator.operands]
         if any(sums):
-            if not operator.linear or sums != ranked:
+            others = [value for value, is_sum in zip(operator.operands, sums, strict=True) if not is_sum]
+            # Zeros are as good a sum as any.
+            if not operator.linear or any(value is not None and value not in self._zeros for value in others):
                 return None
             self._level.strategies[operator.id] = ((),) * len(operator.rule.factors)
             return [_sum(len(self._values[r].shape)) for r in operator.results]
@@ -280,112 +292,169 @@ class _Reader:
         match operator.primitive:
             case LoopKind.SCAN:
                 return self._scan(operator, forms)
+            case LoopKind.WHILE:
+                return self._while(operator, forms)
             case LoopKind.COND:
                 return self._branches(operator, forms)
         return None
 
     def _scan(self, operator: Operator, forms: list[Layout]) -> list[Layout] | None:
         consts, carries = _compat.scan_arity(operator.equation.params)
-        (body,) = operator.bodies
         whole = consts + carries
         if any(cut_dim(form) == 0 for form in forms[whole:]):
             return None  # the loop runs over the examples
         inside = forms[:whole] + [Layout(form.dims[1:], form.partial) for form in forms[whole:]]
-        for _ in range(2 * carries + 2):
-            inner = self._body(operator, body, inside)
-            leaving = None if inner is None else self._outputs(body, inner)
-            if inner is None or leaving is None:
-                return None
-            changed = [k for k in range(carries) if leaving[k] != inside[consts + k]]
-            if not changed:
-                break
-            for k in changed:
-                if not self._becomes(operator, consts + k, inside[consts + k], leaving[k]):
-                    return None
-                inside[consts + k] = leaving[k]
-        else:
+        settled = self._settle(operator, operator.bodies[0], inside, 0, range(consts, whole))
+        if settled is None:
             return None
-        self._keep_body(operator, (inner,), range(whole), inside)
+        inner, leaving = settled
+        self._keep_body(operator, (inner,), dict(zip(range(whole), inside[:whole], strict=True)))
         return leaving[:carries] + [Layout(((), *form.dims), form.partial) for form in leaving[carries:]]
+
+    def _while(self, operator: Operator, forms: list[Layout]) -> list[Layout] | None:
+        """A loop whose number of trips is the same for all microbatches."""
+        conditions, consts = _compat.while_arity(operator.equation.params)
+        test, body = operator.bodies
+        inside = forms[conditions:]
+        settled = self._settle(operator, body, inside, conditions, range(consts, len(inside)))
+        if settled is None:
+            return None
+        tested = self._body(test, forms[:conditions] + inside[consts:], ())
+        if tested is None or self._outputs(test, tested)[0].axes:
+            return None
+        inner, leaving = settled
+        self._keep_body(operator, (tested, inner), dict(enumerate(inside, conditions)))
+        return leaving
+
+    def _settle(
+        self, operator: Operator, body: Graph, inside: list[Layout], shift: int, carried: range
+    ) -> tuple[Level, list[Layout]] | None:
+        """The level of a body that runs again and again, and the forms that leave it; None if there is none.
+
+        ``inside`` are the forms of its inputs and become those in which the carries, at the places ``carried``, pass from
+        trip to trip; input k is operand k + ``shift``.
+        """
+        zeros = {k for k in range(len(inside)) if self._is_zero(operator, k + shift)}
+        for _ in range(3 * len(carried) + 2):
+            inner = self._body(body, inside, zeros)
+            if inner is None:
+                return None
+            leaving = self._outputs(body, inner)
+            changed = [k for out, k in enumerate(carried) if leaving[out] != inside[k]]
+            for k in changed:
+                after = leaving[k - carried.start]
+                if not self._becomes(operator, k + shift, inside[k], after):
+                    return None
+                inside[k] = after
+            # What begins as zeros is taken for zeros in every trip until a trip leaves something else.
+            still = _zero_outputs(body, zeros)
+            filled = {k for out, k in enumerate(carried) if k in zeros and out not in still}
+            zeros -= filled
+            if not changed and not filled:
+                return inner, leaving
+        return None
 
     def _becomes(self, operator: Operator, position: int, before: Layout, after: Layout) -> bool:
         """Whether a carry may start in the form that it takes: whole values are cut, zeros are summands."""
         if before.axes or not after.axes:
             return False
+        return self._is_zero(operator, position) if after.partial else operator.operands[position] is not None
+
+    def _is_zero(self, operator: Operator, position: int) -> bool:
         value = operator.operands[position]
-        atom = operator.equation.invars[position]
-        if after.partial:
-            return value in self._zeros if value is not None else is_zero_literal(atom)
-        return value is not None
+        return value in self._zeros if value is not None else is_zero_literal(operator.equation.invars[position])
 
     def _branches(self, operator: Operator, forms: list[Layout]) -> list[Layout] | None:
         if forms[0].axes:
             return None
         levels, leaving = [], []
         for body in operator.bodies:
-            inner = self._body(operator, body, forms[1:])
-            found = None if inner is None else self._outputs(body, inner)
-            if inner is None or found is None:
+            zeros = {k for k in range(len(body.inputs)) if self._is_zero(operator, k + 1)}
+            inner = self._body(body, forms[1:], zeros)
+            if inner is None:
                 return None
             levels.append(inner)
-            leaving.append(found)
+            leaving.append(self._outputs(body, inner))
         if any(found != leaving[0] for found in leaving):
             return None
-        self._keep_body(operator, tuple(levels), (), forms)
+        self._keep_body(operator, tuple(levels), {})
         return leaving[0]
 
-    def _body(self, operator: Operator, body: Graph, inside: Sequence[Layout]) -> Level | None:
-        level = Level(body)
+    def _body(self, body: Graph, inside: Sequence[Layout], zeros: Iterable[int]) -> Level | None:
+        """The level of a loop's body; its inputs at the positions ``zeros`` are zeros. None if something has no form."""
+        level = Level(body, self._level.rng)
         level.forms.update(zip(body.inputs, inside, strict=True))
-        outer = operator.operands[-len(body.inputs) :] if body.inputs else ()
-        zeros = {inner for inner, value in zip(body.inputs, outer, strict=True) if value in self._zeros}
-        reader = _Reader(level, self._mesh, frozenset(), frozenset(zeros))
+        reader = _Reader(level, self._mesh, frozenset(), frozenset(body.inputs[position] for position in zeros))
         if reader.read() or any(r not in level.forms for o in body.operators for r in o.results):
             return None
         reader.grow_pieces()
         return level
 
-    def _outputs(self, body: Graph, level: Level) -> list[Layout] | None:
+    def _outputs(self, body: Graph, level: Level) -> list[Layout]:
         atoms = _compat.jaxpr_of(body.jaxpr).outvars
         return [
             Layout(((),) * len(atom.aval.shape)) if value is None else level.forms[value]
             for value, atom in zip(body.outputs, atoms, strict=True)
         ]
 
-    def _keep_body(
-        self, operator: Operator, levels: tuple[Level, ...], carried: Iterable[int], inside: Sequence[Layout]
-    ) -> None:
+    def _keep_body(self, operator: Operator, levels: tuple[Level, ...], forms: Mapping[int, Layout]) -> None:
+        """Levels of a loop, and in which form it wants operands (by position)."""
         self._level.bodies[operator.id] = levels
         self._level.strategies[operator.id] = ()
-        for position in carried:
-            value = operator.operands[position]
-            dim = cut_dim(inside[position])
+        for position, form in forms.items():
+            value, dim = operator.operands[position], cut_dim(form)
             if value is not None and dim is not None and self._level.is_whole(value):
                 self._level.pieces.add((value, dim))
 
     # --- parts of whole values ---
 
     def grow_pieces(self) -> None:
-        """Whole values of which only a part is wanted are computed in part, where their operator can be cut so."""
+        """Whole values of which only a part is wanted are computed in part, where their operator can be cut so.
+
+        Random bits of which nothing else is wanted either are drawn by the microbatch for itself, if that is asked for.
+        """
         level = self._level
+        wholly = set(level.graph.outputs)
         for operator in reversed(level.graph.operators):
-            if operator.bodies or not operator.rule.known or operator.id in self._before:
-                continue
             for position, result in enumerate(operator.results):
                 for dim in range(len(self._values[result].shape)):
                     if (result, dim) in level.pieces:
-                        self._regrow(operator, position, result, dim)
+                        self._regrow(operator, position, result, dim, apart=result not in wholly)
+                        wholly.update(() if (result, dim) in level.regrown else (result,))
+            wholly.update(self._wanted_whole(operator, wholly))
 
-    def _regrow(self, operator: Operator, position: int, result: int, dim: int) -> None:
+    def _wanted_whole(self, operator: Operator, wholly: Set[int | None]) -> list[int]:
+        """Operands that an operator wants whole, if ``wholly`` are the results that are wanted so."""
+        level = self._level
+        operands = [(k, value) for k, value in enumerate(operator.operands) if value is not None]
+        inside = operator.id in level.strategies
+        if not inside and (
+            not wholly.isdisjoint(operator.results) or any(r not in level.forms for r in operator.results)
+        ):
+            return [value for _, value in operands]
+        if operator.bodies:
+            return [value for _, value in operands if not any(value == part for part, _ in level.pieces)]
+        runs = [strategy for one, strategy in level.regrown.values() if one is operator and strategy]
+        runs += [level.strategies[operator.id]] if inside else []
+        return [
+            value
+            for k, value in operands
+            for strategy in runs
+            if not any(strategy and strategy[f] for factors in operator.rule.operands[k] for f in factors)
+        ]
+
+    def _regrow(self, operator: Operator, position: int, result: int, dim: int, *, apart: bool) -> None:
         rule, level = operator.rule, self._level
-        major = next((f for f in rule.results[position][dim] if rule.factors[f].size > 1), None)
-        if major is None or rule.factors[major].kind is not FactorKind.PARALLEL:
+        if operator.bodies or not rule.known or operator.id in self._before:
             return
-        strategy = tuple((AXIS,) if f == major else () for f in range(len(rule.factors)))
-        try:
-            site = site_of(operator.equation, rule, strategy, self._mesh)
-        except LocalError:
+        draws = operator.primitive == DRAW and apart and level.rng is MicrobatchRng.PER_MICROBATCH
+        if draws and dim >= len(rule.operands[0]):
+            level.regrown[result, dim] = (operator, ())
             return
+        strategy = part_of(operator, position, dim, self._mesh)
+        if strategy is None:
+            return
+        site = site_of(operator.equation, rule, strategy, self._mesh)
         wanted = [
             (value, found)
             for value, piece in zip(operator.operands, site.operands, strict=True)
@@ -393,6 +462,28 @@ class _Reader:
         ]
         level.regrown[result, dim] = (operator, strategy)
         level.pieces.update(wanted)
+
+
+def part_of(operator: Operator, position: int, dim: int, mesh: Mesh) -> tuple[Axes, ...] | None:
+    """The strategy by which a microbatch computes its part, along a dimension of a result, of what is whole."""
+    rule = operator.rule
+    major = next((f for f in rule.results[position][dim] if rule.factors[f].size > 1), None)
+    if major is None or rule.factors[major].kind is not FactorKind.PARALLEL:
+        return None
+    strategy = tuple((AXIS,) if f == major else () for f in range(len(rule.factors)))
+    try:
+        site_of(operator.equation, rule, strategy, mesh)
+    except LocalError:
+        return None
+    return strategy
+
+
+def _zero_outputs(body: Graph, zeros: Iterable[int]) -> set[int]:
+    """Positions of a body's outputs that are zeros if its inputs at the positions ``zeros`` are."""
+    known = zero_values(body, frozenset(body.inputs[position] for position in zeros))
+    atoms = _compat.jaxpr_of(body.jaxpr).outvars
+    pairs = enumerate(zip(body.outputs, atoms, strict=True))
+    return {k for k, (value, atom) in pairs if (is_zero_literal(atom) if value is None else value in known)}
 
 
 def _is_each_its_own(operator: Operator) -> bool:

@@ -137,7 +137,7 @@ class _Tables:
         total = cluster.num_devices
         known: dict[int, np.ndarray] = {total: np.where(np.arange(layers + 1) == layers, 0.0, np.inf)}
         choice: list[dict[int, tuple[np.ndarray, np.ndarray]]] = []
-        found = []
+        found: list[tuple[float, tuple[int, ...], tuple[int, ...]]] = []
         for last in range(1, self._estimates.most_stages + 1):
             allowed = {size: self._allowed(size, last, guess) for size in self.seconds}
             fresh: dict[int, np.ndarray] = {}
@@ -160,8 +160,9 @@ class _Tables:
                     picked[start][1][better] = size
             choice.append(picked)
             known = fresh
-            seconds = float(fresh[0][0]) if 0 in fresh else float("inf")
-            found.append((seconds, *(_read_back(choice, last) if np.isfinite(seconds) else ((), ()))))
+            total_seconds = float(fresh[0][0]) if 0 in fresh else float("inf")
+            ends, sizes = _read_back(choice, last) if np.isfinite(total_seconds) else ((), ())
+            found.append((total_seconds, ends, sizes))
         return found
 
     def _allowed(self, size: int, from_end: int, guess: float) -> np.ndarray:
@@ -175,7 +176,8 @@ def _read_back(
     choice: list[dict[int, tuple[np.ndarray, np.ndarray]]], stages: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     layer, device = 0, 0
-    ends, sizes = [], []
+    ends: list[int] = []
+    sizes: list[int] = []
     for number in range(stages - 1, -1, -1):
         to, size = choice[number][device]
         layer, device = int(to[layer]), device + int(size[layer])

@@ -1,8 +1,8 @@
 """What would a run of layers cost as a stage?  Estimated for every run and every number of devices at once.
 
-For each number n of devices that a stage may have, the whole looped step is laid out once on n devices, by the integer program
-and within a budget in proportion (a stage on n of D devices holds about n/D of the model).  That plan is priced operator by
-operator, and each price goes to the layer of its operator.  With prefix sums over the layers, a stage of the layers i … j−1
+For each number n of devices that a stage may have, the whole looped step is laid out on n devices by the integer program, if
+need be at a price for memory.  The seconds of every node of the program go to the layer where it stands.  With prefix sums over
+the layers, a stage of the layers i … j−1
 on n devices takes about
 
     per microbatch   t = Σ_l (compute_l + transfer_l) · N₀/N + latency_l        once   u = Σ_l update_l
@@ -22,10 +22,11 @@ import numpy as np
 
 from autopar import _compat
 from autopar.cluster import Cluster
-from autopar.cost_model.predict import collectives_of, run_costs
-from autopar.graph.ir import Graph, Phase
+from autopar.graph.ir import Graph
 from autopar.inter_op.looped import Looped
-from autopar.intra_op.search import Found
+from autopar.intra_op.priced import PricedStage
+from autopar.intra_op.problem import OperatorNode, Problem
+from autopar.plan import Layout, Stage
 from autopar.schedule.instructions import Part
 from autopar.schedule.reshard import shares
 from autopar.schedule.stage_program import Cut, Passing
@@ -101,7 +102,12 @@ def layer_map(loop: Looped, layers: Cut) -> LayerMap:
         low, high = sorted((one.source, one.target))
         crossing[low + 1 : high + 1] += one.size_bytes * (1.0 if one.passing is Passing.MICRO else 1.0 / loop.count)
     return LayerMap(
-        num_layers, layer_of_value, layer_of_operator, _residuals(loop, layer_of_value, backward), layers.owners, crossing
+        num_layers,
+        layer_of_value,
+        layer_of_operator,
+        _residuals(loop, layer_of_value, backward),
+        layers.owners,
+        crossing,
     )
 
 
@@ -124,41 +130,52 @@ def _residuals(loop: Looped, layer_of_value: Mapping[int, int], backward: set[An
     return found
 
 
-def layer_costs(loop: Looped, layers: LayerMap, found: Found, cluster: Cluster) -> LayerCosts:
+def layer_costs(loop: Looped, layers: LayerMap, priced: PricedStage, cluster: Cluster) -> LayerCosts:
     """The price of every layer in a plan of the whole looped step on ``cluster``, the devices of one stage."""
-    program, count, fusion = found.program, loop.count, found.problem.fusion
-    inside = {operator.id for operator, _ in loop.body.all_operators()}
-    inside_values = {value.id for value in loop.body.all_values()}
+    count, problem = loop.count, priced.problem
+    inside = {value.id for value in loop.body.all_values()}
     work, latency, once = (np.zeros(layers.num_layers) for _ in range(3))
-    for run in run_costs(program, fusion, cluster):
-        layer = layers.layer_of_operator.get(run.operator.id, 0)
-        if run.operator.id in inside:
-            work[layer] += run.seconds / count
-        else:
-            once[layer] += run.seconds
-    network = cluster.network_link if cluster.hosts > 1 else cluster.local_link
-    for use in collectives_of(program, cluster):
-        layer = layers.layer_of_value.get(use.value, 0)
-        if use.value in inside_values and use.phase != Phase.UPDATE.value:
-            fixed = min(use.seconds, use.count * network.latency_seconds)
-            latency[layer] += fixed / count
-            work[layer] += (use.seconds - fixed) / count
-        else:
-            once[layer] += use.seconds
+    collectives = np.zeros(layers.num_layers)
+    values = _values_of_nodes(problem)
+    for value, seconds in zip(values, priced.node_seconds, strict=True):
+        layer = layers.layer_of_value.get(value, 0)
+        (work if value in inside else once)[layer] += seconds
+    for edge in problem.edges:
+        source, target = priced.chosen(edge.source.node), priced.chosen(edge.target.node)
+        value = values[edge.target.node]
+        if value in inside and source != target and isinstance(source, Layout) and isinstance(target, Layout):
+            collectives[layers.layer_of_value.get(value, 0)] += 1
+    link = cluster.network_link if cluster.hosts > 1 else cluster.local_link
+    work /= count
+    latency = np.minimum(work, collectives * link.latency_seconds)
+    return LayerCosts(count, work - latency, latency, once, *_bytes_by_layer(loop, layers, priced.stage))
+
+
+def _values_of_nodes(problem: Problem) -> list[int]:
+    """A value for every node: one that lies so, or that the operator makes."""
+    value_of = {node: value for value, node in (*problem.copy_of_value.items(), *problem.node_of_value.items())}
+    return [
+        node.operator.results[0] if isinstance(node, OperatorNode) else value_of.get(number, -1)
+        for number, node in enumerate(problem.nodes)
+    ]
+
+
+def _bytes_by_layer(loop: Looped, layers: LayerMap, stage: Stage) -> tuple[np.ndarray, np.ndarray]:
+    """State (accumulators included) and residuals of one microbatch, by layer, on one device."""
     state, residual = np.zeros(layers.num_layers), np.zeros(layers.num_layers)
     values = {value.id: value for value in loop.graph.all_values()}
 
     def device_bytes(value: int) -> float:
-        layout = found.stage.home(value, len(values[value].shape))
-        return values[value].size_bytes / shares(layout, found.stage.mesh)
+        layout = stage.home(value, len(values[value].shape))
+        return values[value].size_bytes / shares(layout, stage.mesh)
 
     for position, value in enumerate(loop.graph.inputs):
         if position not in loop.batch:
             state[layers.owners.get(position, layers.layer_of_value.get(value, 0))] += device_bytes(value)
     _, carries = _compat.scan_arity(loop.loop.equation.params)
-    for value in loop.body.outputs[:carries]:
-        if value is not None:
-            state[layers.layer_of_value[value]] += device_bytes(value)
+    for total in loop.body.outputs[:carries]:
+        if total is not None:
+            state[layers.layer_of_value[total]] += device_bytes(total)
     for value, layer in layers.residuals.items():
         residual[layer] += device_bytes(value)
-    return LayerCosts(count, work, latency, once, state, residual)
+    return state, residual

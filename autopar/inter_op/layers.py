@@ -87,7 +87,10 @@ def candidate_positions(crossing: Array, flops: Array, looks: Sequence[Hashable]
     inside = sorted(p for p in kept if 0 < done[p] < total)
     if not inside:
         return ()
-    usual = float(np.median(np.diff(done[[0, *inside, len(flops)]])))
+    pieces = np.sort(np.diff(done[[0, *inside, len(flops)]]))
+    usual = float(
+        pieces[np.searchsorted(np.cumsum(pieces), total / 2)]
+    )  # half of all work lies in pieces up to this one
     reach = max(total / at_most, usual) / 2
     cheapest = _least_within(done, crossing, narrow, inside, reach)
     good = [p for p, least in zip(inside, cheapest, strict=True) if crossing[p] <= (1 + SLACK) * least]

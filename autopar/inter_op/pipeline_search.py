@@ -20,7 +20,17 @@ from autopar.inter_op.grouping import Estimates, Grouping, best_groupings, stage
 from autopar.inter_op.layer_costs import LayerCosts, LayerMap, layer_costs, layer_map
 from autopar.inter_op.layers import layers
 from autopar.inter_op.placing import forward_operators
-from autopar.inter_op.stages import Layout, PipelineFound, PipelineTask, StagePlanner, whole_on
+from autopar.inter_op.stages import (
+    FIRST_PRICE_SHARE,
+    PRICE_STEP,
+    RISES,
+    Layout,
+    PipelineFound,
+    PipelineTask,
+    StagePlanner,
+    subcluster,
+    whole_on,
+)
 from autopar.plan import Schedule
 
 MOST_LAYERS = 16
@@ -109,8 +119,6 @@ class _Search:
         mapped = layer_map(task.loop, planner.cut(self._layers(task.loop.count)))
         sizes = [wanted.stage_size] if wanted.stage_size else stage_sizes(cluster)
         costs = self._costs(task, mapped, sizes)
-        if not costs:
-            return []
         most = min(mapped.num_layers, cluster.num_devices // min(costs))
         estimates = Estimates(cluster, task.budget_bytes, costs, mapped.crossing_bytes, most)
         found = [one for count in self._counts for one in best_groupings(estimates, count)]
@@ -119,16 +127,19 @@ class _Search:
         return sorted(found, key=lambda one: one.bound_seconds)
 
     def _costs(self, task: PipelineTask, mapped: LayerMap, sizes: Sequence[int]) -> Mapping[int, LayerCosts]:
+        """Costs on every number of devices; where the fastest plan would not fit in proportion, of a plan that does."""
         found = {}
         for size in sizes:
             task.report_progress(f"pricing layers on {size} devices")
-            share = task.cluster.num_devices / size
-            try:
-                whole, part = whole_on(task, size, budget_bytes=task.budget_bytes * share)
-            except BudgetError as error:
-                self._refusal = self._refusal or error
-                continue
-            found[size] = layer_costs(task.loop, mapped, whole, part)
+            cluster, prices = subcluster(task.cluster, range(size)), whole_on(task, size)
+            budget_bytes = task.budget_bytes * task.cluster.num_devices / size
+            price = 0.0
+            for _ in range(RISES):
+                priced = prices.cheapest(price)
+                found[size] = costs = layer_costs(task.loop, mapped, priced, cluster)
+                if costs.state_bytes.sum() + costs.residual_bytes.sum() <= budget_bytes:
+                    break
+                price = PRICE_STEP * price or FIRST_PRICE_SHARE * priced.seconds / budget_bytes
         return found
 
     def _planner(self, count: int) -> StagePlanner:

@@ -32,9 +32,9 @@ ADDS = frozenset(("add", "add_any"))
 class Body:
     """What one stage does of a microbatch; values are those of the whole body's graph, by id.
 
-    ``equations`` are in the order of the program, those of the forward pass first; ``parts`` says in which pass each runs. ``inputs`` are the inputs of
-    the whole body that are read. ``received`` and ``sent`` are values by (value, other stage). ``sums`` are the
-    accumulators by their number: (variable of the old, of the new value).
+    ``equations`` are in the order of the program, those of the forward pass first; ``parts`` says in which pass each
+    runs.  ``inputs`` are the inputs of the whole body that are read.  ``received`` and ``sent`` are values by (value, other
+    stage).  ``sums`` are the accumulators by their number: (variable of the old, of the new value).
     """
 
     equations: list[Any] = field(default_factory=list)

@@ -4,12 +4,13 @@ Every stage is laid out on its own devices by the intra-operator planner, for th
 forward and backward passes and one update.  Stages of the same structure on like devices share one solution.
 
 What a device holds is known only when the schedule is: a stage with k microbatches in flight keeps k sets of residuals.  So a
-stage is laid out without regard to memory first; where the simulated peak P exceeds the budget M, the stage is laid out
-again with P − M bytes less than its own program was predicted to need, until P ≤ M or nothing is left to give up.
+stage is laid out without regard to memory first; where the simulated peak exceeds the budget, memory gets a price on that
+stage (:mod:`autopar.intra_op.priced`), which rises until the peak keeps the budget, and is lowered again in between.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -23,16 +24,24 @@ from autopar.graph.ir import Graph
 from autopar.inter_op.assemble import Running, assemble
 from autopar.inter_op.cut import cut
 from autopar.inter_op.looped import Looped
+from autopar.intra_op.priced import PricedStage, Prices
 from autopar.intra_op.restrict import Restriction
-from autopar.intra_op.search import Found, Task, search
+from autopar.intra_op.search import Task
 from autopar.plan import Schedule
 from autopar.schedule.cross_mesh import CrossMeshTransfer
-from autopar.schedule.pipeline import Pipeline
+from autopar.schedule.pipeline import Pipeline, StageLowering
 from autopar.schedule.stage_program import Cut, Passing, StageProgram
 from autopar.wording import bytes_text
 
-SQUEEZES = 4
-"""How often a stage over the budget is laid out anew with less."""
+FIRST_PRICE_SHARE = 1 / 64
+"""The first price of the whole budget, as a share of a stage's seconds."""
+
+PRICE_STEP = 6.0
+RISES = 5
+"""Beyond a price of a few steps' seconds for the budget, memory is all that counts."""
+
+HALVINGS = 1
+"""How often the prices are lowered again, half-way in their logarithms to the last that were too low."""
 
 
 MAX_AXES = 2
@@ -92,7 +101,7 @@ class PipelineFound:
     costs: tuple[StageCost, ...]
     transfers: Mapping[int, CrossMeshTransfer] = field(repr=False)
     simulation: Simulation = field(repr=False)
-    found: tuple[Found, ...] = field(repr=False)
+    found: tuple[PricedStage, ...] = field(repr=False)
 
     @property
     def step_seconds(self) -> float:
@@ -107,28 +116,60 @@ class StagePlanner:
         self._task = task
         self._cuts: dict[tuple[int, ...], Cut] = {}
         self._graphs: dict[int, tuple[Graph, str]] = {}
-        self._solved: dict[Hashable, Found] = {}
+        self._prices: dict[Hashable, Prices] = {}
+        self._costs: dict[Hashable, StageCost] = {}
 
     def plan(self, layout: Layout) -> PipelineFound:
         """The pipeline of a layout; raises :class:`~autopar.errors.BudgetError` where no stage plan keeps the budget."""
         made = self.cut(layout.cuts)
-        budgets = [float("inf")] * len(made.stages)
-        squeezes = 0
-        while True:
-            found = [
-                self._stage(program, devices, budget)
-                for program, devices, budget in zip(made.stages, layout.devices, budgets, strict=True)
+        prices = [0.0] * len(made.stages)
+        result = self._at(layout, made, prices)
+        too_low = list(prices)
+        for _ in range(RISES):
+            over = self._over(result)
+            if not any(over):
+                break
+            for stage, is_over in enumerate(over):
+                if is_over:
+                    too_low[stage] = prices[stage]
+                    first = FIRST_PRICE_SHARE * result.found[stage].seconds / self._task.budget_bytes
+                    prices[stage] = PRICE_STEP * prices[stage] or first
+            result = self._at(layout, made, prices)
+        else:
+            if any(self._over(result)):
+                raise self._over_budget(result)
+        return self._relaxed(layout, made, result, prices, too_low)
+
+    def _relaxed(
+        self, layout: Layout, made: Cut, result: PipelineFound, prices: Sequence[float], too_low: Sequence[float]
+    ) -> PipelineFound:
+        """The pipeline at lower prices, where these keep the budget as well and make it faster."""
+        if not any(prices):
+            return result
+        for _ in range(HALVINGS):
+            lower = [
+                price and math.sqrt(price * (low or price / PRICE_STEP))
+                for price, low in zip(prices, too_low, strict=True)
             ]
-            result = self._simulated(layout, made, found)
-            over = [peak - self._task.budget_bytes for peak in result.simulation.peak_bytes]
-            if max(over) <= 0:
-                return result
-            if squeezes == SQUEEZES:
-                raise self._over_budget(max(range(len(over)), key=over.__getitem__), result)
-            squeezes += 1
-            for stage, excess in enumerate(over):
-                if excess > 0:
-                    budgets[stage] = found[stage].prediction.memory.total_bytes - 1.02 * excess
+            other = self._at(layout, made, lower)
+            if any(self._over(other)):
+                too_low = lower
+            else:
+                prices = lower
+                if other.step_seconds < result.step_seconds:
+                    result = other
+        return result
+
+    def _at(self, layout: Layout, made: Cut, prices: Sequence[float]) -> PipelineFound:
+        """The pipeline at a price of memory for every stage, in seconds per byte."""
+        found = [
+            self._stage(program, devices).cheapest(price)
+            for program, devices, price in zip(made.stages, layout.devices, prices, strict=True)
+        ]
+        return self._simulated(layout, made, found)
+
+    def _over(self, result: PipelineFound) -> list[bool]:
+        return [peak > self._task.budget_bytes for peak in result.simulation.peak_bytes]
 
     def cut(self, cuts: tuple[int, ...]) -> Cut:
         """The step cut before these forward operators."""
@@ -142,26 +183,26 @@ class StagePlanner:
             self._graphs[id(program)] = build_graph(program.jaxpr, platform=platform), structure(program.jaxpr)
         return self._graphs[id(program)]
 
-    def _stage(self, program: StageProgram, devices: tuple[int, ...], budget_bytes: float) -> Found:
+    def _stage(self, program: StageProgram, devices: tuple[int, ...]) -> Prices:
         task = self._task
         graph, text = self._graph(program)
         cluster = subcluster(task.cluster, devices)
         asked = task.demands(program, graph, cluster)
         restrictions = {mesh: asked.restriction(mesh) for mesh in asked.meshes}
         said = tuple((mesh, restriction.key) for mesh, restriction in restrictions.items())
-        key = (text, program.state_pairs, cluster, budget_bytes, said, asked.separate)
-        if key in self._solved:
-            return self._solved[key]
+        key = (text, program.state_pairs, cluster, said, asked.separate)
+        if key in self._prices:
+            return self._prices[key]
         leaves = leaves_of(program, graph)
         batch = tuple(k for k, end in enumerate(program.inputs) if end.position in set(task.loop.batch))
-        self._solved[key] = search(
+        self._prices[key] = Prices(
             Task(
                 graph=graph,
                 state_pairs=program.state_pairs,
                 donated=frozenset(source for source, _ in program.state_pairs) if task.donates_state else frozenset(),
                 cluster=cluster,
                 meshes=asked.meshes,
-                budget_bytes=budget_bytes,
+                budget_bytes=task.budget_bytes,
                 restriction=restrictions.__getitem__,
                 batch=batch if asked.may_rename_axes else (),
                 examples_dim=1,
@@ -171,29 +212,40 @@ class StagePlanner:
                 separate=asked.separate,
             )
         )
-        return self._solved[key]
+        return self._prices[key]
 
-    def _simulated(self, layout: Layout, made: Cut, found: Sequence[Found]) -> PipelineFound:
+    def _simulated(self, layout: Layout, made: Cut, found: Sequence[PricedStage]) -> PipelineFound:
         task = self._task
         stages = [replace(one.stage, devices=devices) for one, devices in zip(found, layout.devices, strict=True)]
         graphs = [self._graph(program)[0] for program in made.stages]
         running = Running(layout.schedule, task.loop.count, task.donates_state)
         whole = assemble(made, graphs, stages, running, task.cluster)
-        costs = tuple(
-            stage_cost(lowering, one.problem.fusion, subcluster(task.cluster, lowering.stage.devices))
-            for lowering, one in zip(whole.pipeline.stages, found, strict=True)
-        )
+        costs = tuple(self._cost(lowering, one) for lowering, one in zip(whole.pipeline.stages, found, strict=True))
         simulation = simulate_pipeline(whole.pipeline, costs, whole.transfers, task.cluster)
         return PipelineFound(layout, made, whole.pipeline, costs, whole.transfers, simulation, tuple(found))
 
-    def _over_budget(self, stage: int, result: PipelineFound) -> BudgetError:
-        largest = result.found[stage].prediction.memory.largest
-        tenants = "; ".join(f"{name}: {bytes_text(size)}" for name, size in largest[:3])
+    def _cost(self, lowering: StageLowering, found: PricedStage) -> StageCost:
+        key = (id(lowering.program), id(found), lowering.stage.devices)
+        if key not in self._costs:
+            cluster = subcluster(self._task.cluster, lowering.stage.devices)
+            self._costs[key] = stage_cost(lowering, found.problem.fusion, cluster)
+        return replace(self._costs[key], lowering=lowering)
+
+    def _over_budget(self, result: PipelineFound) -> BudgetError:
+        peaks = result.simulation.peak_bytes
+        stage = max(range(len(peaks)), key=peaks.__getitem__)
+        lowering, cost = result.pipeline.stages[stage], result.costs[stage]
+        held = {
+            self._task.names[end.position]: cost.slot_bytes[lowering.names[place]]
+            for end, place in zip(lowering.program.inputs, lowering.slices.inputs, strict=True)
+            if end.position >= 0
+        }
+        tenants = "; ".join(f"{name}: {bytes_text(held[name])}" for name in sorted(held, key=held.__getitem__)[:-4:-1])
         return BudgetError(
-            f"stage {stage + 1} of {len(result.found)} needs {bytes_text(int(result.simulation.peak_bytes[stage]))} per "
-            f"device under schedule {result.layout.schedule.value!r}, the budget is "
-            f"{bytes_text(self._task.budget_bytes)}. Its largest tenants are {tenants}. Use more stages or devices, more "
-            "microbatches, another schedule, or raise memory_per_device=."
+            f"stage {stage + 1} of {len(result.found)} needs {bytes_text(int(peaks[stage]))} per device under schedule "
+            f"{result.layout.schedule.value!r}, of which {bytes_text(cost.state_bytes)} are state and batch; the budget is "
+            f"{bytes_text(self._task.budget_bytes)}. The largest leaves there are {tenants}. Use more stages or devices, "
+            "more microbatches, another schedule, or raise memory_per_device=."
         )
 
 
@@ -210,6 +262,25 @@ def subcluster(cluster: Cluster, devices: Sequence[int]) -> Cluster:
     per_host = len(devices) // len(hosts)
     profile = cluster.profile if per_host == cluster.devices_per_host else None
     return cluster.replace(hosts=len(hosts), devices_per_host=per_host, profile=profile)
+
+
+def whole_on(task: PipelineTask, size: int) -> Prices:
+    """The whole looped step on the first ``size`` devices alone, for prices of memory."""
+    cluster = subcluster(task.cluster, range(size))
+    graph = task.loop.graph
+    return Prices(
+        Task(
+            graph=graph,
+            state_pairs=task.state_pairs,
+            donated=frozenset(source for source, _ in task.state_pairs) if task.donates_state else frozenset(),
+            cluster=cluster,
+            meshes=tuple(cluster.logical_mesh_shapes(MAX_AXES)),
+            budget_bytes=task.budget_bytes,
+            restriction=lambda mesh: Restriction(),
+            solver_seconds=task.solver_seconds,
+            report_progress=task.report_progress,
+        )
+    )
 
 
 def even_devices(cluster: Cluster, num_stages: int) -> tuple[tuple[int, ...], ...]:

@@ -119,12 +119,12 @@ def search(task: Task) -> Found:
     problem = state_problem(task.graph, task.state_pairs, task.separate)
     known: dict[frozenset[tuple[int, Hashable]], Quotient] = {}
     best = _Best(task)
-    wide: list[_OnMesh] = []
-    solved: list[tuple[_OnMesh, Solution]] = []
+    wide: list[OnMesh] = []
+    solved: list[tuple[OnMesh, Solution]] = []
     for mesh in task.meshes:
         task.report_progress(f"solving for mesh {mesh}")
         try:
-            on_mesh = _on_mesh(task, problem, mesh, known)
+            on_mesh = problem_on(task, problem, mesh, known)
             if on_mesh.model.num_variables > EXACT_VARIABLES:
                 wide.append(on_mesh)
             else:
@@ -154,7 +154,7 @@ class _Best:
         self.cost = float("inf")
         self.refusals: list[PlanError] = []
 
-    def offer(self, on_mesh: _OnMesh, solution: Solution) -> None:
+    def offer(self, on_mesh: OnMesh, solution: Solution) -> None:
         """Complete a solution, bring it within the budget, and keep it if it is the best."""
         self._task.report_progress(f"laying out on mesh {on_mesh.choices.mesh}")
         try:
@@ -176,7 +176,7 @@ class _Best:
         return replace(self._found, solver=replace(self._found.solver, seconds=seconds, meshes_tried=tried))
 
 
-def _offer_narrowed(best: _Best, on_mesh: _OnMesh, bound: Bound) -> None:
+def _offer_narrowed(best: _Best, on_mesh: OnMesh, bound: Bound) -> None:
     """Solve a wide program over the options that are worth a look."""
     narrow = on_mesh.narrowed(_worth_a_look(on_mesh, bound, lean=not np.isfinite(best.cost)), bound.cost)
     try:
@@ -188,7 +188,7 @@ def _offer_narrowed(best: _Best, on_mesh: _OnMesh, bound: Bound) -> None:
         best.offer(narrow, solution)
 
 
-def _worth_a_look(on_mesh: _OnMesh, bound: Bound, *, lean: bool) -> list[np.ndarray]:
+def _worth_a_look(on_mesh: OnMesh, bound: Bound, *, lean: bool) -> list[np.ndarray]:
     """For each class the options of least regret; with ``lean`` also the best of those that hold the fewest bytes."""
     kept = [np.sort(np.argsort(regrets, kind="stable")[:KEPT_OPTIONS]) for regrets in bound.regrets]
     if lean:
@@ -217,7 +217,7 @@ def _over_budget_message(task: Task, leanest: Memory) -> str:
 
 
 @dataclass(frozen=True)
-class _OnMesh:
+class OnMesh:
     """The problem on one mesh; ``floor`` is a bound of its own on what any plan there costs, where options are missing."""
 
     task: Task
@@ -234,7 +234,7 @@ class _OnMesh:
             raise PlanError(f"the demands leave no plan on the mesh {self.choices.mesh}")
         return solution
 
-    def narrowed(self, kept: Sequence[np.ndarray], floor: float) -> _OnMesh:
+    def narrowed(self, kept: Sequence[np.ndarray], floor: float) -> OnMesh:
         """The same with only some options of every class."""
         choices = self.choices.narrowed(kept)
         return replace(self, choices=choices, model=Model(choices.node_seconds, choices.edge_seconds), floor=floor)
@@ -263,9 +263,9 @@ class _OnMesh:
         )
 
 
-def _on_mesh(
+def problem_on(
     task: Task, problem: Problem, mesh: Mesh, known: dict[frozenset[tuple[int, Hashable]], Quotient]
-) -> _OnMesh:
+) -> OnMesh:
     """``known`` are the quotients so far by what was demanded of the nodes, which is mostly the same on every mesh."""
     allowed = task.restriction(mesh).of_nodes(problem, mesh)
     demands = demand_keys(allowed)
@@ -273,16 +273,16 @@ def _on_mesh(
     if (quotient := known.get(key)) is None:
         quotient = known[key] = merge_alike(problem, demands)
     choices = choices_on(problem, quotient, mesh, task.cluster, allowed)
-    return _OnMesh(task, problem, quotient, choices, Model(choices.node_seconds, choices.edge_seconds))
+    return OnMesh(task, problem, quotient, choices, Model(choices.node_seconds, choices.edge_seconds))
 
 
-def _within_budget(on_mesh: _OnMesh, optimum: Solution) -> tuple[Found, float]:
+def _within_budget(on_mesh: OnMesh, optimum: Solution) -> tuple[Found, float]:
     """The stage and its cost: the optimum if it keeps the budget, else the fastest found whose prediction does."""
     task = on_mesh.task
     first = on_mesh.complete(optimum)
     if first.prediction.memory.total_bytes <= task.budget_bytes:
         return first, optimum.cost
-    rows = _memory_rows(task, on_mesh.problem, on_mesh.quotient, on_mesh.choices)
+    rows = memory_rows(task, on_mesh.problem, on_mesh.quotient, on_mesh.choices)
     tried = [first]
     squeeze = _priced if on_mesh.model.num_variables > EXACT_SQUEEZED_VARIABLES else _tightened
     if (squeezed := squeeze(on_mesh, optimum, rows, tried)) is not None:
@@ -294,14 +294,14 @@ def _within_budget(on_mesh: _OnMesh, optimum: Solution) -> tuple[Found, float]:
     raise _OverBudgetError(min((one.prediction.memory for one in tried), key=lambda memory: memory.total_bytes))
 
 
-def _leanest(on_mesh: _OnMesh, rows: Sequence[MemoryRow]) -> Found | None:
+def _leanest(on_mesh: OnMesh, rows: Sequence[MemoryRow]) -> Found | None:
     """The plan of the fewest bytes, whatever it costs."""
     lean = solve(_byte_model(on_mesh.model, rows), time_limit_seconds=on_mesh.task.solver_seconds)
     return None if lean is None else replace(on_mesh.complete(lean), model=None)
 
 
 def _tightened(
-    on_mesh: _OnMesh, optimum: Solution, rows: Sequence[MemoryRow], tried: list[Found]
+    on_mesh: OnMesh, optimum: Solution, rows: Sequence[MemoryRow], tried: list[Found]
 ) -> tuple[Found, float] | None:
     """Solve with the rows, and tighten them until the prediction keeps the budget; ``tried`` gathers what does not."""
     task = on_mesh.task
@@ -321,7 +321,7 @@ def _tightened(
 
 
 def _priced(
-    on_mesh: _OnMesh, optimum: Solution, rows: Sequence[MemoryRow], tried: list[Found]
+    on_mesh: OnMesh, optimum: Solution, rows: Sequence[MemoryRow], tried: list[Found]
 ) -> tuple[Found, float] | None:
     """Pay for memory until the prediction keeps the budget; ``tried`` gathers what does not."""
     task = on_mesh.task
@@ -339,17 +339,23 @@ def _priced(
     return replace(found, model=demand, solver=solver), solution.cost
 
 
-def _called_after_batch(on_mesh: _OnMesh, found: Found) -> Found:
+def _called_after_batch(on_mesh: OnMesh, found: Found) -> Found:
     """The same stage with the axis that cuts the batch called "data", as people expect; axes' names decide nothing."""
-    graph, dim = on_mesh.task.graph, on_mesh.task.examples_dim
-    leaves = [graph.values[graph.inputs[position]] for position in on_mesh.task.batch]
-    cutting = [axis for leaf in leaves for axis in found.stage.home(leaf.id, len(leaf.shape)).dims[dim]]
-    if not cutting or "data" in cutting:
+    choices = called_after_batch(on_mesh, found.stage)
+    if choices is on_mesh.choices:
         return found
-    exchanged = {"data": cutting[0], cutting[0]: "data"}
-    choices = on_mesh.choices.renamed(exchanged)
     renamed = replace(on_mesh, choices=choices).complete(Solution(found.options, 0.0, 0.0))
     return replace(renamed, solver=found.solver, model=found.model)
+
+
+def called_after_batch(on_mesh: OnMesh, stage: Stage) -> Choices:
+    """The choices with the axis that cuts the batch in a stage called "data"; themselves, if it is so already."""
+    graph, dim = on_mesh.task.graph, on_mesh.task.examples_dim
+    leaves = [graph.values[graph.inputs[position]] for position in on_mesh.task.batch]
+    cutting = [axis for leaf in leaves for axis in stage.home(leaf.id, len(leaf.shape)).dims[dim]]
+    if not cutting or "data" in cutting:
+        return on_mesh.choices
+    return on_mesh.choices.renamed({"data": cutting[0], cutting[0]: "data"})
 
 
 def _byte_model(model: Model, rows: Sequence[MemoryRow]) -> Model:
@@ -364,7 +370,7 @@ def _byte_model(model: Model, rows: Sequence[MemoryRow]) -> Model:
     return Model(nodes, edges)
 
 
-def _memory_rows(task: Task, problem: Problem, quotient: Quotient, choices: Choices) -> list[MemoryRow]:
+def memory_rows(task: Task, problem: Problem, quotient: Quotient, choices: Choices) -> list[MemoryRow]:
     """One row per critical moment: bytes of the live values of each class, by layout; copies only where they differ."""
     moments = critical_moments(task.graph, problem.fusion, task.state_pairs, task.donated)
     fractions = [_fractions(problem, quotient, choices, number) for number in range(len(quotient.members))]

@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 from jax.extend.random import threefry2x32_p
+from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.cluster import Mesh
 from autopar.graph.ir import FactorKind, Operator
@@ -132,9 +133,24 @@ def _flip_negatives(bits: jax.Array) -> jax.Array:
     return bits ^ (bits >> (limits.bits - 1) & limits.dtype.type(limits.max))
 
 
-def _keep(_equation: Any, _site: Site, operands: list[jax.Array]) -> list[jax.Array]:
-    """A placement asked for by the user is the plan's affair, which has it as a constraint; the value stays."""
-    return operands
+def _keep(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.Array]:
+    """A placement asked for by the user is the plan's affair, which has it as a constraint; the value stays.
+
+    Where the pieces are not those of devices, the plan is yet to be made, and the constraint is put on the piece, without
+    the dimensions that no longer divide.
+    """
+    sharding = equation.params.get("sharding", equation.params.get("dst_sharding"))
+    if site.index is lax.axis_index or not isinstance(sharding, NamedSharding):
+        return operands
+    shape, sizes = jnp.shape(operands[0]), dict(sharding.mesh.shape)
+    entries = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+    free = equation.params.get("unconstrained_dims", frozenset())
+    for dim, entry in enumerate(entries):
+        axes = (entry,) if isinstance(entry, str) else entry if isinstance(entry, tuple) else ()
+        if dim in free or shape[dim] % math.prod(sizes[axis] for axis in axes):
+            entries[dim] = PartitionSpec.UNCONSTRAINED
+    placed = NamedSharding(sharding.mesh, PartitionSpec(*entries))
+    return [lax.with_sharding_constraint(operands[0], placed)]
 
 
 # --- what counts positions ------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ executable of its stage as it is, each device keeping its summand.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -122,7 +122,7 @@ class _Slicing:
         """What the loop begins with: first values of accumulators, and literals that it reads."""
 
     def make(self) -> Slices:
-        stage, program = self._stage, self._program
+        program = self._program
         for buffer in program.inputs:
             self._outside[buffer] = Argument(buffer, Place(Scope.ONCE, buffer))
         rows, micro_inputs = self._place_loop()

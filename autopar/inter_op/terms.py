@@ -1,0 +1,70 @@
+"""What may be asked of a batch that is cut into microbatches: what becomes of coupled examples and of random numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import jax
+
+from autopar.errors import PlanError
+from autopar.graph.ir import Operator
+
+
+class BatchCoupling(Enum):
+    """What is done where examples of a batch depend on each other through the parameters."""
+
+    REFUSE = "refuse"
+    PER_MICROBATCH = "per_microbatch"
+
+    @classmethod
+    def of(cls, said: str | BatchCoupling) -> BatchCoupling:
+        """The member of a name; raises PlanError for an unknown one."""
+        try:
+            return cls(said)
+        except ValueError:
+            raise PlanError(f'batch_coupling={said!r} is unknown; say "refuse" or "per_microbatch"') from None
+
+
+class MicrobatchRng(Enum):
+    """Which random numbers a microbatch takes: its rows of the whole batch's draw, or a draw with a key of its own."""
+
+    EXACT = "exact"
+    PER_MICROBATCH = "per_microbatch"
+
+    @classmethod
+    def of(cls, said: str | MicrobatchRng) -> MicrobatchRng:
+        """The member of a name; raises PlanError for an unknown one."""
+        try:
+            return cls(said)
+        except ValueError:
+            raise PlanError(f'rng={said!r} is unknown; say "exact" or "per_microbatch"') from None
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Into how many microbatches, and on which terms."""
+
+    count: int
+    coupling: BatchCoupling = BatchCoupling.REFUSE
+    rng: MicrobatchRng = MicrobatchRng.EXACT
+
+    @property
+    def text(self) -> str:
+        """What counts for the identity of a program that is cut so; nothing where its numbers stay those of the whole."""
+        if self.count == 1 or (self.coupling is BatchCoupling.REFUSE and self.rng is MicrobatchRng.EXACT):
+            return ""
+        return f"coupling {self.coupling.value}, rng {self.rng.value}"
+
+
+DRAW = "random_bits"
+
+
+def own_draw(operator: Operator, keys: Any, number: Any, shape: tuple[int, ...]) -> list[Any]:
+    """Random bits of a microbatch's own: ``shape`` of them, by the draw's keys with the microbatch's number folded in."""
+    fold = jax.random.fold_in
+    for _ in keys.shape:
+        fold = jax.vmap(fold, in_axes=(0, None))
+    params = operator.equation.primitive.get_bind_params(operator.equation.params)
+    return [operator.equation.primitive.bind(fold(keys, number), **{**params, "shape": shape})]

@@ -1,0 +1,122 @@
+"""The cheapest layout of a program if memory has a price.
+
+For a price λ in seconds per byte and held bytes u(x), the mean over the critical moments of the step,
+
+    minimise  c(x) + λ · u(x)      over all meshes
+
+(Everett, 1963; :mod:`autopar.intra_op.squeeze` does the same against a budget).  Raising λ trades seconds for bytes; who asks
+judges by other means whether it was enough.  Nothing is lowered or predicted here, so an answer costs one integer program per
+mesh.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from autopar.errors import PlanError
+from autopar.intra_op.alike import Quotient
+from autopar.intra_op.choices import Choices
+from autopar.intra_op.extract import stage_of
+from autopar.intra_op.model import MemoryRow, Model, Pair, Solution
+from autopar.intra_op.problem import Problem, state_problem
+from autopar.intra_op.search import OnMesh, Task, called_after_batch, memory_rows, problem_on
+from autopar.plan import Layout, SolverReport, Stage, Strategy
+
+
+@dataclass(frozen=True)
+class PricedStage:
+    """The stage at one price: its seconds by the integer program, and how these are made up."""
+
+    stage: Stage
+    seconds: float
+    problem: Problem
+    quotient: Quotient
+    choices: Choices
+    options: tuple[int, ...]
+    solver: SolverReport
+
+    def chosen(self, node: int) -> Layout | Strategy:
+        """What a node of the problem chose."""
+        number = self.quotient.class_of[node]
+        return self.choices.options[number][self.options[number]]
+
+    @cached_property
+    def node_seconds(self) -> np.ndarray:
+        """Seconds of every node of the problem; those of a resharding count for its target."""
+        classes = np.zeros(len(self.quotient.members))
+        for number, option in enumerate(self.options):
+            classes[number] += self.choices.node_seconds[number][option]
+        for (first, second), costs in self.choices.edge_seconds.items():
+            classes[second] += costs[self.options[first], self.options[second]]
+        sizes = np.array([len(members) for members in self.quotient.members])
+        return (classes / sizes)[np.array(self.quotient.class_of)]
+
+
+class Prices:
+    """Owns the integer programs of a task, and what they answered."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        problem = state_problem(task.graph, task.state_pairs, task.separate)
+        known: dict[frozenset[tuple[int, object]], Quotient] = {}
+        refusal: PlanError | None = None
+        self._meshes: list[OnMesh] = []
+        for mesh in task.meshes:
+            try:
+                self._meshes.append(problem_on(task, problem, mesh, known))
+            except PlanError as error:
+                refusal = refusal or error
+        if not self._meshes and refusal is not None:
+            raise refusal
+        self._rows: dict[int, list[MemoryRow]] = {}
+        self._answers: dict[float, PricedStage] = {}
+
+    def cheapest(self, seconds_per_byte: float) -> PricedStage:
+        """The stage at a price; raises :class:`~autopar.errors.PlanError` when the demands leave none."""
+        if seconds_per_byte not in self._answers:
+            self._answers[seconds_per_byte] = self._solve(seconds_per_byte)
+        return self._answers[seconds_per_byte]
+
+    def _solve(self, price: float) -> PricedStage:
+        best: tuple[OnMesh, Solution] | None = None
+        for number, one in enumerate(self._meshes):
+            self._task.report_progress(f"solving for mesh {one.choices.mesh}")
+            priced = one.model if price == 0 else _with_price(one.model, self._memory(number), price)
+            solution = replace(one, model=priced).solve()
+            if best is None or solution.cost < best[1].cost:
+                best = one, solution
+        assert best is not None
+        one, solution = best
+        tried = tuple(str(mesh.choices.mesh) for mesh in self._meshes)
+        graph, options = self._task.graph, solution.options
+        choices = called_after_batch(one, stage_of(graph, one.problem, one.quotient, one.choices, options))
+        return PricedStage(
+            stage_of(graph, one.problem, one.quotient, choices, options),
+            one.model.cost(solution.options),
+            one.problem,
+            one.quotient,
+            choices,
+            solution.options,
+            SolverReport(one.model.num_variables, solution.core_variables, 0.0, solution.gap, tried),
+        )
+
+    def _memory(self, number: int) -> list[MemoryRow]:
+        if number not in self._rows:
+            one = self._meshes[number]
+            self._rows[number] = memory_rows(self._task, one.problem, one.quotient, one.choices)
+        return self._rows[number]
+
+
+def _with_price(model: Model, rows: list[MemoryRow], price: float) -> Model:
+    nodes = list(model.nodes)
+    edges: dict[Pair, np.ndarray] = dict(model.edges)
+    each = price / len(rows)
+    for row in rows:
+        for node, held in row.nodes.items():
+            nodes[node] = nodes[node] + each * held
+        for pair, held in row.edges.items():
+            edges[pair] = edges[pair] + each * held
+    return Model(nodes, edges)
