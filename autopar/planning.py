@@ -22,10 +22,12 @@ from autopar.constraints import (
     without_axes_of_one,
 )
 from autopar.errors import BudgetError, PlanError
+from autopar.graph.fusion import fuse
+from autopar.graph.moments import critical_moments
 from autopar.graph.roles import Role
 from autopar.graph.wishes import Origin
 from autopar.inter_op.examples import CoupledBatchError
-from autopar.intra_op.search import Found, Task, search
+from autopar.intra_op.search import HOPELESS, Found, Task, search
 from autopar.methods import IntraOp, Subject, mesh_of, method_of
 from autopar.pipelines import best_pipeline, counts_of, may_be_pipeline, plan_pipeline, wants_pipeline
 from autopar.plan import Plan
@@ -117,8 +119,8 @@ def _plan_on_one_mesh(
     """The fastest plan without stages, in as few microbatches as the memory allows and as is fastest."""
     report_progress("planning the whole batch at once")
     search = _MicrobatchSearch(subject, cluster, demands, report_progress)
-    search.try_count(1)
-    counts = counts_of(subject.roles.batch_size)
+    counts = _hopeful(counts_of(subject.roles.batch_size), subject, cluster, demands)
+    search.try_count(counts[0])
     if search.best is None and len(counts) > 1:
         search.try_count(counts[-1])  # if the smallest microbatches do not fit, nothing does
     if search.best is not None and search.needs_more:
@@ -126,6 +128,18 @@ def _plan_on_one_mesh(
             if search.is_coupled or not search.try_count(count):
                 break
     return search.result()
+
+
+def _hopeful(counts: list[int], subject: Subjected, cluster: Cluster, demands: Demands) -> list[int]:
+    """Without the smallest numbers of microbatches, if the step would not fit were every array cut over all devices."""
+    graph = subject.graph
+    budget_bytes = float(demands.memory_per_device or cluster.per_device_memory_bytes) * cluster.num_devices
+    state = sum(graph.values[value].size_bytes for value in graph.inputs)
+    if sum(value.size_bytes for value in graph.all_values()) <= budget_bytes:
+        return counts
+    fullest = max(sum(row.values()) for row in critical_moments(graph, fuse(graph)))
+    fitting = [count for count in counts if state + (fullest - state) / count <= HOPELESS * budget_bytes]
+    return fitting or counts[-1:]
 
 
 class _MicrobatchSearch:
