@@ -106,6 +106,8 @@ class _Search:
                 break
             planned.add(key)
             self._plan(grouping)
+        if self._best is not None and len(task.loop.graph.operators) <= PLANNED_OPERATORS:
+            self._best = self._planner(self._best.pipeline.order.num_microbatches).refined(self._best)
         if self._best is None and self._refusal is not None and self._enough == float("inf"):
             raise self._refusal
         return self._best
