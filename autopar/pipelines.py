@@ -6,7 +6,8 @@ under what the method and the user forbid there (:mod:`autopar.inter_op.stages`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import jax
@@ -21,14 +22,16 @@ from autopar.constraints import (
     without_axes_of_one,
 )
 from autopar.cost_model.pipeline import predict_pipeline
-from autopar.errors import PlanError
+from autopar.errors import BudgetError, PlanError
 from autopar.graph.ir import Graph
 from autopar.graph.roles import Role
 from autopar.graph.wishes import Origin, wishes_of
 from autopar.inter_op.assemble import Assembled, assemble_plan, layouts_of_leaves
+from autopar.inter_op.crossings import boundaries
 from autopar.inter_op.examples import CoupledBatchError
 from autopar.inter_op.layers import layers
 from autopar.inter_op.looped import Looped, looped
+from autopar.inter_op.pipeline_search import Wanted, search_pipelines
 from autopar.inter_op.stages import (
     Layout,
     PipelineFound,
@@ -45,8 +48,17 @@ from autopar.schedule.stage_program import Passing, StageProgram
 from autopar.subjects import Demands, Subjected, as_loop
 from autopar.user_shardings import UserDemands, UserShardings, user_demands, with_wishes
 
+MOST_DOUBLINGS = 6
+"""The planner itself cuts a batch into 2⁶ microbatches at most."""
+
+WORTH_SHARE = 0.05
+"""Where so little of a step is communication or repeated work, no pipeline is looked for."""
+
 MICROBATCHES_PER_STAGE = 4
 """Unless told otherwise a pipeline runs up to so many microbatches for each stage: the bubble is then below a fifth."""
+
+FINER = (1, 2, 4)
+"""Layers are looked for so many times as fine as stages, until there are enough."""
 
 
 def wants_pipeline(demands: Demands) -> bool:
@@ -69,10 +81,11 @@ def plan_pipeline(
         one = _as_microbatches(subject, len(devices), cluster, demands)
         loop = loop_of(one)
         report_progress("finding the layers")
-        cuts = layers(loop, one.roles.state_pairs, at_most=len(devices), at_least=len(devices))
+        cuts = cuts_for(loop, one.roles.state_pairs, len(devices))
         if len(cuts) != len(devices) - 1:
+            many = f"{len(cuts) + 1} layers" if cuts else "1 layer"
             refusal = refusal or PlanError(
-                f"the forward pass can be cut into {len(cuts) + 1} layers, too few for {len(devices)} stages; ask for fewer "
+                f"the forward pass can be cut into {many}, too few for {len(devices)} stages; ask for fewer "
                 "stages, or write out layers that stand in one loop (scan), which stays on one stage"
             )
             continue
@@ -84,9 +97,103 @@ def plan_pipeline(
     raise refusal
 
 
+def may_be_pipeline(subject: Subjected, cluster: Cluster, demands: Demands, whole: Plan | None) -> bool:
+    """Whether a pipeline may be chosen, and might be faster than the plan ``whole`` on one mesh.
+
+    A pipeline idles; what it may save is communication, and work that is repeated to avoid it.  Devices that share their
+    cores gain nothing by waiting for each other less, so on one host of them there is none to look for.
+    """
+    is_free = (
+        method_of(demands.method).name == "auto"
+        and demands.stages is None
+        and demands.mesh_shape is None
+        and not demands.constraints
+        and (demands.user_shardings is UserShardings.IGNORE or not _says_shardings(subject))
+    )
+    if not is_free or cluster.num_devices == 1 or not subject.roles.leaves(Role.BATCH):
+        return False
+    if cluster.hosts == 1 and cluster.compute_shared_by > 1:
+        return False
+    return whole is None or _useful_seconds(subject, cluster, whole) < (1 - WORTH_SHARE) * whole.step_seconds
+
+
+def _useful_seconds(subject: Subjected, cluster: Cluster, whole: Plan) -> float:
+    """Seconds of a step in which no device communicates or repeats what another does as well."""
+    total = sum(operator.flops * trips for operator, trips in subject.graph.all_operators())
+    done = whole.prediction.flops * cluster.num_devices
+    return whole.prediction.compute_seconds * (min(1.0, total / done) if done else 1.0)
+
+
+def _says_shardings(subject: Subjected) -> bool:
+    return bool(subject.wishes.texts)
+
+
+def best_pipeline(
+    subject: Subjected, cluster: Cluster, demands: Demands, to_beat_seconds: float, report: Callable[[str], None]
+) -> tuple[Subjected, Plan, None] | None:
+    """The fastest pipeline of two stages or more, if it is faster than ``to_beat_seconds``."""
+    platform = cluster.device.platform.value
+    known: dict[int, tuple[Subjected, PipelineTask]] = {}
+
+    def task(count: int) -> PipelineTask:
+        if count not in known:
+            report(f"cutting the batch into {count} microbatches")
+            one = as_loop(subject, demands.terms(count), platform)
+            known[count] = one, pipeline_task(one, loop_of(one), cluster, demands, report)
+        return known[count][1]
+
+    asked = demands.num_microbatches
+    counts = counts_of(subject.roles.batch_size) if asked is None else [asked]
+    wanted = Wanted(schedule=demands.schedule)
+    try:
+        try:
+            found = search_pipelines(task, counts, wanted, to_beat_seconds=to_beat_seconds)
+        except CoupledBatchError:
+            found = search_pipelines(task, [1], wanted, to_beat_seconds=to_beat_seconds) if asked is None else None
+    except BudgetError:
+        return None  # the refusal of the plan on one mesh says more
+    if found is None:
+        return None
+    one = known[found.pipeline.order.num_microbatches][0]
+    return one, plan_of_pipeline(one, cluster, demands, found), None
+
+
+def counts_of(batch_size: int | None) -> list[int]:
+    """Numbers of microbatches that the planner itself tries."""
+    counts = [1 << bit for bit in range(MOST_DOUBLINGS + 1)]
+    return [count for count in counts if batch_size is not None and batch_size % count == 0] or [1]
+
+
 def loop_of(subject: Subjected) -> Looped:
     """The loop over microbatches in a step that was rewritten as one."""
     return looped(subject.graph, subject.roles.leaves(Role.BATCH), subject.num_microbatches)
+
+
+def cuts_for(loop: Looped, state_pairs: Sequence[tuple[int, int]], num_stages: int) -> tuple[int, ...]:
+    """Where so many stages of about the same work begin; fewer than that many cuts where the model has fewer layers."""
+    found: tuple[int, ...] = ()
+    for finer in FINER:
+        found = layers(loop, state_pairs, at_most=finer * num_stages, at_least=num_stages)
+        if len(found) >= num_stages - 1:
+            return _evenly(found, boundaries(loop, state_pairs).flops.tolist(), num_stages)
+    return found
+
+
+def _evenly(positions: Sequence[int], flops: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """So many of the positions less one that the heaviest run of operators between them is lightest."""
+    ends = [0, *positions, len(flops)]
+    done = [sum(flops[:end]) for end in ends]
+    best: list[tuple[float, tuple[int, ...]]] = [
+        (work, ()) for work in done
+    ]  # by end: heaviest of the runs up to it, cuts
+    for runs in range(2, num_stages + 1):
+        best = [
+            min((max(best[cut][0], done[end] - done[cut]), (*best[cut][1], ends[cut])) for cut in range(runs - 1, end))
+            if end >= runs
+            else (math.inf, ())
+            for end in range(len(ends))
+        ]
+    return best[-1][1]
 
 
 def pipeline_task(

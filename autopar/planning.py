@@ -22,19 +22,18 @@ from autopar.constraints import (
     without_axes_of_one,
 )
 from autopar.errors import BudgetError, PlanError
+from autopar.graph.fusion import fuse
+from autopar.graph.moments import critical_moments
 from autopar.graph.roles import Role
 from autopar.graph.wishes import Origin
 from autopar.inter_op.examples import CoupledBatchError
-from autopar.intra_op.search import Found, Task, search
+from autopar.intra_op.search import HOPELESS, Found, Task, search
 from autopar.methods import IntraOp, Subject, mesh_of, method_of
-from autopar.pipelines import plan_pipeline, wants_pipeline
+from autopar.pipelines import best_pipeline, counts_of, may_be_pipeline, plan_pipeline, wants_pipeline
 from autopar.plan import Plan
 from autopar.schedule.spmd import output_layouts
 from autopar.subjects import Demands, Subjected, microbatched
 from autopar.user_shardings import UserDemands, UserShardings, user_demands, with_wishes
-
-MOST_DOUBLINGS = 6
-"""The planner itself cuts a batch into 2⁶ microbatches at most."""
 
 
 def demands_of_user(subject: Subjected, cluster: Cluster, demands: Demands) -> UserDemands:
@@ -82,13 +81,46 @@ def make_plan(
     subject = subject.undivided or subject
     if wants_pipeline(demands):
         return plan_pipeline(subject, cluster, demands, report_progress)
-    report_progress("planning the whole batch at once")
     asked = demands.num_microbatches
     if asked is not None or not isinstance(method_of(demands.method), IntraOp):
-        return _plan_in(asked or 1, subject, cluster, demands, report_progress)
+        alone = _plan_in(asked or 1, subject, cluster, demands, report_progress)
+        return _or_pipeline(alone, subject, cluster, demands, report_progress) or alone
+    refusal: BudgetError | None = None
+    try:
+        whole: tuple[Subjected, Plan, Found] | None = _plan_on_one_mesh(subject, cluster, demands, report_progress)
+    except BudgetError as error:
+        whole, refusal = None, error
+    found = _or_pipeline(whole, subject, cluster, demands, report_progress)
+    if found is None:
+        assert refusal is not None
+        raise refusal
+    return found
+
+
+def _or_pipeline(
+    whole: tuple[Subjected, Plan, Found] | None,
+    subject: Subjected,
+    cluster: Cluster,
+    demands: Demands,
+    report_progress: Callable[[str], None],
+) -> tuple[Subjected, Plan, Found | None] | None:
+    """The plan on one mesh, or a pipeline if that is free to choose and faster."""
+    known = None if whole is None else whole[1]
+    pipeline = None
+    if may_be_pipeline(subject, cluster, demands, known):
+        seconds = float("inf") if known is None else known.step_seconds
+        pipeline = best_pipeline(subject, cluster, demands, seconds, report_progress)
+    return whole if pipeline is None else pipeline
+
+
+def _plan_on_one_mesh(
+    subject: Subjected, cluster: Cluster, demands: Demands, report_progress: Callable[[str], None]
+) -> tuple[Subjected, Plan, Found]:
+    """The fastest plan without stages, in as few microbatches as the memory allows and as is fastest."""
+    report_progress("planning the whole batch at once")
     search = _MicrobatchSearch(subject, cluster, demands, report_progress)
-    search.try_count(1)
-    counts = _counts(subject.roles.batch_size)
+    counts = _hopeful(counts_of(subject.roles.batch_size), subject, cluster, demands)
+    search.try_count(counts[0])
     if search.best is None and len(counts) > 1:
         search.try_count(counts[-1])  # if the smallest microbatches do not fit, nothing does
     if search.best is not None and search.needs_more:
@@ -96,6 +128,18 @@ def make_plan(
             if search.is_coupled or not search.try_count(count):
                 break
     return search.result()
+
+
+def _hopeful(counts: list[int], subject: Subjected, cluster: Cluster, demands: Demands) -> list[int]:
+    """Without the smallest numbers of microbatches, if the step would not fit were every array cut over all devices."""
+    graph = subject.graph
+    budget_bytes = float(demands.memory_per_device or cluster.per_device_memory_bytes) * cluster.num_devices
+    state = sum(graph.values[value].size_bytes for value in graph.inputs)
+    if sum(value.size_bytes for value in graph.all_values()) <= budget_bytes:
+        return counts
+    fullest = max(sum(row.values()) for row in critical_moments(graph, fuse(graph)))
+    fitting = [count for count in counts if state + (fullest - state) / count <= HOPELESS * budget_bytes]
+    return fitting or counts[-1:]
 
 
 class _MicrobatchSearch:
@@ -139,12 +183,6 @@ class _MicrobatchSearch:
             return replace(self.best[0], coupling=self._coupling), *self.best[1:]
         assert self._refusal is not None
         raise self._refusal if not self._coupling else BudgetError(f"{self._refusal} Besides, {self._coupling}.")
-
-
-def _counts(batch_size: int | None) -> list[int]:
-    """Numbers of microbatches that the planner itself tries."""
-    counts = [1 << bit for bit in range(MOST_DOUBLINGS + 1)]
-    return [count for count in counts if batch_size is not None and batch_size % count == 0] or [1]
 
 
 def _plan_in(

@@ -23,7 +23,7 @@ from autopar.graph.wishes import LeafWishes, Wishes, wishes_of
 from autopar.inter_op.accumulate import accumulated
 from autopar.inter_op.alone import each_alone, twin_of
 from autopar.inter_op.examples import CoupledBatchError, examples_of
-from autopar.inter_op.looped import as_one_trip
+from autopar.inter_op.looped import as_one_trip, with_open_branches
 from autopar.inter_op.terms import BatchCoupling, MicrobatchRng, Terms
 from autopar.methods import Method
 from autopar.plan import Schedule
@@ -114,9 +114,27 @@ def microbatched(subject: Subjected, terms: Terms, platform: str) -> Subjected:
 
     Raises :class:`~autopar.errors.PlanError` where the batch cannot be cut so.
     """
-    count = terms.count
-    if count == 1:
+    if terms.count == 1:
         return subject
+    program, alone = _in_microbatches(subject, terms, platform)
+    return replace(_rewritten(subject, program, terms, platform), alone=alone)
+
+
+def as_loop(subject: Subjected, terms: Terms, platform: str) -> Subjected:
+    """The step as a pipeline cuts it into stages: a loop over its microbatches, were it one only; branches are opened.
+
+    Raises :class:`~autopar.errors.PlanError` where the batch cannot be cut so.
+    """
+    if terms.count > 1:
+        program, alone = _in_microbatches(subject, terms, platform)
+    else:
+        program, alone = as_one_trip(subject.program, subject.graph, subject.roles.leaves(Role.BATCH)), ""
+    return replace(_rewritten(subject, with_open_branches(program), terms, platform), alone=alone)
+
+
+def _in_microbatches(subject: Subjected, terms: Terms, platform: str) -> tuple[TracedProgram, str]:
+    """The program that runs microbatch by microbatch, and why each is a batch of its own, if it is."""
+    count = terms.count
     size, batch = subject.roles.batch_size, subject.roles.leaves(Role.BATCH)
     if size is None:
         raise PlanError(
@@ -124,25 +142,15 @@ def microbatched(subject: Subjected, terms: Terms, platform: str) -> Subjected:
         )
     if size % count:
         raise PlanError(f"num_microbatches={count} does not divide the batch of {size} examples")
-    alone = ""
     try:
         examples = examples_of(subject.graph, batch, subject.roles.leaves(Role.STATE), count, terms.rng)
-        program = accumulated(subject.program, examples, batch)
+        return accumulated(subject.program, examples, batch), ""
     except CoupledBatchError as error:
         if terms.coupling is BatchCoupling.REFUSE or subject.retrace is None:
             raise
-        alone = error.reason
         retrace = functools.partial(subject.retrace, size // count)
-        program = each_alone(twin_of(subject.program, subject.graph, retrace, platform), batch, terms)
-    return replace(_rewritten(subject, program, terms, platform), alone=alone)
-
-
-def as_loop(subject: Subjected, terms: Terms, platform: str) -> Subjected:
-    """:func:`microbatched`, a single microbatch being a loop of one trip: what a pipeline cuts into stages."""
-    if terms.count > 1:
-        return microbatched(subject, terms, platform)
-    program = as_one_trip(subject.program, subject.graph, subject.roles.leaves(Role.BATCH))
-    return _rewritten(subject, program, terms, platform)
+        twin = twin_of(subject.program, subject.graph, retrace, platform)
+        return each_alone(twin, batch, terms), error.reason
 
 
 def _rewritten(subject: Subjected, program: TracedProgram, terms: Terms, platform: str) -> Subjected:

@@ -337,6 +337,9 @@ class _Builder:
         if operator.primitive == "random_bits" and self._on_cpu:
             self._random_bits(step, inputs)
             return
+        if operator.primitive in ADDITIONS and (other := self._but_zero(inputs)) is not None:
+            self.at[step.results[0]] = other
+            return
         if elementwise:
             shape = self._shape(step.results[0])
             inputs = tuple(self._widened(node, shape) for node in inputs)
@@ -352,7 +355,17 @@ class _Builder:
         node.unary = len(large) <= 1 or sum(other.size_bytes for other in given) <= node.size_bytes
         node.widens = operator.primitive in ("broadcast_in_dim", "iota")
         node.is_zero = operator.primitive == "broadcast_in_dim" and not inputs and _is_zero(operator)
+        node.is_zero |= operator.primitive == "square" and given[0].is_zero
         node.taken_in = operator.primitive in TAKEN_IN_BY_REDUCTIONS
+
+    def _but_zero(self, inputs: tuple[int, ...]) -> int | None:
+        """For x + 0, where no compiler adds: x."""
+        if len(inputs) != 2:
+            return None
+        first, second = (self.arrays.nodes[node] for node in inputs)
+        if first.shape != second.shape or first.is_zero == second.is_zero:
+            return None
+        return inputs[0] if second.is_zero else inputs[1]
 
     def _scattered_onto(self, step: Run) -> tuple[int, ...] | None:
         """For x + scatter-add(0, …), which XLA turns into scatter-add(x, …): the inputs of that scatter."""

@@ -13,7 +13,7 @@ from autopar.graph.ir import Graph
 from autopar.inter_op.cut import cut
 from autopar.inter_op.looped import Looped
 from autopar.inter_op.placing import forward_operators
-from autopar.plan import Layout, Plan, Schedule, Stage
+from autopar.plan import Layout, Plan, Schedule
 from autopar.schedule.cross_mesh import CrossMeshTransfer
 from autopar.schedule.orders import make_order
 from autopar.schedule.pipeline import Pipeline, StageLowering, lower_stage, pipeline_of
@@ -36,17 +36,10 @@ class Running:
     schedule: Schedule
     count: int
     """The number of microbatches."""
-    donates_state: bool
 
 
-def assemble(
-    made: Cut, graphs: Sequence[Graph], stages: Sequence[Stage], running: Running, cluster: Cluster
-) -> Assembled:
-    """The pipeline of a cut step; ``graphs`` are those of its stages' programs, ``stages`` their plans."""
-    lowered = [
-        lower_stage(program, graph, stage, donates_state=running.donates_state)
-        for program, graph, stage in zip(made.stages, graphs, stages, strict=True)
-    ]
+def assemble(made: Cut, lowered: Sequence[StageLowering], running: Running, cluster: Cluster) -> Assembled:
+    """The pipeline of a cut step from its lowered stages."""
     pipeline = pipeline_of(lowered, made.crossings, make_order(running.schedule, len(lowered), running.count))
     return Assembled(pipeline, transfers_of(pipeline, cluster))
 
@@ -65,8 +58,11 @@ def assemble_plan(
         )
     made = cut(loop, state_pairs, plan.cuts)
     graphs = [build_graph(program.jaxpr, platform=cluster.device.platform.value) for program in made.stages]
-    running = Running(plan.schedule, plan.num_microbatches, donates_state)
-    return assemble(made, graphs, plan.stages, running, cluster)
+    lowered = [
+        lower_stage(program, graph, stage, donates_state=donates_state)
+        for program, graph, stage in zip(made.stages, graphs, plan.stages, strict=True)
+    ]
+    return assemble(made, lowered, Running(plan.schedule, plan.num_microbatches), cluster)
 
 
 def layouts_of_leaves(stages: Sequence[StageLowering], step: Graph) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:

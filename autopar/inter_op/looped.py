@@ -120,4 +120,53 @@ def _run(operators: Sequence[Operator], known: dict[int, Any]) -> None:
 
 
 def _operand(value: int | None, atom: Any, known: dict[int, Any]) -> Any:
-    return jnp.asarray(atom.val, atom.aval.dtype) if value is None else known[value]
+    return _literal(atom) if value is None else known[value]
+
+
+def _literal(atom: Any) -> Any:
+    return jnp.asarray(atom.val, atom.aval.dtype)
+
+
+def with_open_branches(program: TracedProgram) -> TracedProgram:
+    """The program with its outermost branches, where they have no effects, replaced by all their work and a selection.
+
+    A branch of an update (``MultiSteps``, ``apply_if_finite``) reads and makes arrays of every stage.  Opened, each of its
+    operators goes to the stage of its operands, and only the predicate travels.  What is selected is what the branch taken
+    would have made; the other's work is done in vain.
+    """
+    jaxpr = _compat.jaxpr_of(program.jaxpr)
+    if not any(_can_open(equation) for equation in jaxpr.eqns):
+        return program
+
+    def step(*arguments: Any) -> list[Any]:
+        return _evaluate_opened(jaxpr, arguments)
+
+    shapes = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=_compat.is_weak(aval)) for aval in program.in_avals
+    ]
+    flat = inline(jax.make_jaxpr(step)(*shapes))
+    assert not _compat.consts_of(flat)
+    return replace(program, jaxpr=flat)
+
+
+def _can_open(equation: Any) -> bool:
+    return bool(equation.primitive.name == LoopKind.COND and not equation.effects)
+
+
+def _evaluate_opened(jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
+    known = dict(zip(jaxpr.invars, arguments, strict=True))
+
+    def read(atom: Any) -> Any:
+        return _literal(atom) if isinstance(atom, _compat.Literal) else known[atom]
+
+    for equation in jaxpr.eqns:
+        operands = [read(atom) for atom in equation.invars]
+        with _compat.as_written(equation):
+            if _can_open(equation):
+                branches = map(_compat.jaxpr_of, equation.params["branches"])
+                cases = [_evaluate_opened(branch, operands[1:]) for branch in branches]
+                results = [lax.select_n(operands[0], *values) for values in zip(*cases, strict=True)]
+            else:
+                results = _compat.evaluate(equation, operands)
+        known.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]

@@ -7,19 +7,18 @@
                         under which schedule each is fastest
 
 The bound of step 3 hides nothing behind anything; a grouping is planned as long as its bound, less all that could be hidden,
-may still beat the best pipeline so far, ``MOST_PLANNED`` of them at most.
+may still beat the best pipeline so far, ``MOST_PLANNED`` of them at most (fewer of large programs).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from autopar.errors import BudgetError, PlanError
+from autopar.errors import BudgetError
 from autopar.inter_op.grouping import Estimates, Grouping, best_groupings, stage_sizes
 from autopar.inter_op.layer_costs import LayerCosts, LayerMap, layer_costs, layer_map
 from autopar.inter_op.layers import layers
-from autopar.inter_op.placing import forward_operators
 from autopar.inter_op.stages import (
     FIRST_PRICE_SHARE,
     PRICE_STEP,
@@ -36,17 +35,18 @@ from autopar.plan import Schedule
 MOST_LAYERS = 16
 """The forward pass is cut into so many layers at most; a stage is one or several."""
 
-MOST_PLANNED = 4
-"""So many groupings are planned exactly."""
+MOST_PLANNED = 12
+PLANNED_OPERATORS = 8_000
+"""So many groupings are planned exactly, or as many as together have so many operators, but at least two."""
 
-ESTIMATED_COUNT = 8
+ESTIMATED_COUNT = 16
 """Estimates are made for so many microbatches, or the next smaller number that divides the batch."""
 
 NEARLY = 1.25
 """A grouping is not planned if its bound exceeds the best pipeline's seconds by this factor."""
 
 SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.EAGER_ONE_F_ONE_B, Schedule.GPIPE)
-"""Tried in this order: of equals the one that holds least in memory is kept."""
+"""Stages are laid out for the first, which holds least; of equals the first is kept."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,17 @@ def search_pipelines(
     wanted: Wanted,
     *,
     to_beat_seconds: float = float("inf"),
+    starts: Mapping[int, tuple[int, ...]] | None = None,
 ) -> PipelineFound | None:
     """The fastest pipeline of two stages or more that is faster than ``to_beat_seconds``; None if there is none.
 
-    ``tasks`` gives the step looped over so many microbatches; ``counts`` are the numbers that it may be asked for.
+    ``tasks`` gives the step looped over so many microbatches; ``counts`` are the numbers that it may be asked for; ``starts``
+    are, by that number, the forward operators before which layers begin, unless they are to be found.
     Raises :class:`~autopar.errors.BudgetError` where pipelines were found but none keeps the budget.
     """
-    return _Search(tasks, counts, wanted, to_beat_seconds).best()
+    search = _Search(tasks, counts, wanted, to_beat_seconds)
+    search.starts.update(starts or {})
+    return search.best()
 
 
 class _Search:
@@ -85,19 +89,20 @@ class _Search:
         self._best: PipelineFound | None = None
         self._refusal: BudgetError | None = None
         self._planners: dict[int, StagePlanner] = {}
-        self._cuts: dict[int, tuple[int, ...]] = {}
+        self.starts: dict[int, tuple[int, ...]] = {}
 
     def best(self) -> PipelineFound | None:
         base = max((count for count in self._counts if count <= ESTIMATED_COUNT), default=self._counts[0])
         task = self._tasks(base)
         if not self._layers(base):
             return None
+        most = min(MOST_PLANNED, max(2, PLANNED_OPERATORS // len(task.loop.graph.operators)))
         planned: set[tuple[object, ...]] = set()
         for grouping in self._groupings(task):
             key = (grouping.count, grouping.ends, grouping.sizes)
             if key in planned:
                 continue
-            if len(planned) >= MOST_PLANNED or grouping.bound_seconds > NEARLY * self._enough:
+            if len(planned) >= most or grouping.bound_seconds > NEARLY * self._enough:
                 break
             planned.add(key)
             self._plan(grouping)
@@ -107,11 +112,11 @@ class _Search:
 
     def _layers(self, count: int) -> tuple[int, ...]:
         """The positions at which layers begin, but the first."""
-        if count not in self._cuts:
+        if count not in self.starts:
             task = self._tasks(count)
             task.report_progress("finding the layers")
-            self._cuts[count] = layers(task.loop, task.state_pairs, at_most=MOST_LAYERS)
-        return self._cuts[count]
+            self.starts[count] = layers(task.loop, task.state_pairs, at_most=MOST_LAYERS)
+        return self.starts[count]
 
     def _groupings(self, task: PipelineTask) -> list[Grouping]:
         cluster, wanted = task.cluster, self._wanted
@@ -133,13 +138,14 @@ class _Search:
             task.report_progress(f"pricing layers on {size} devices")
             cluster, prices = subcluster(task.cluster, range(size)), whole_on(task, size)
             budget_bytes = task.budget_bytes * task.cluster.num_devices / size
-            price = 0.0
+            price, before = 0.0, float("inf")
             for _ in range(RISES):
                 priced = prices.cheapest(price)
                 found[size] = costs = layer_costs(task.loop, mapped, priced, cluster)
-                if costs.state_bytes.sum() + costs.residual_bytes.sum() <= budget_bytes:
+                held = float(costs.state_bytes.sum() + costs.residual_bytes.sum())
+                if held <= budget_bytes or size == 1 or held >= 0.99 * before:
                     break
-                price = PRICE_STEP * price or FIRST_PRICE_SHARE * priced.seconds / budget_bytes
+                price, before = PRICE_STEP * price or FIRST_PRICE_SHARE * priced.seconds / budget_bytes, held
         return found
 
     def _planner(self, count: int) -> StagePlanner:
@@ -155,28 +161,12 @@ class _Search:
         except IndexError:
             return  # the step of this many microbatches has other layers
         planner = self._planner(grouping.count)
-        schedules = (self._wanted.schedule,) if self._wanted.schedule else SCHEDULES
-        for schedule in schedules:
-            try:
-                found = planner.plan(Layout(cuts, grouping.devices, schedule))
-            except BudgetError as error:
-                self._refusal = self._refusal or error
-                continue
-            if found.step_seconds < self._enough * (1 - 1e-9):
-                self._best, self._enough = found, found.step_seconds
-
-
-def fixed_pipeline(task: PipelineTask, wanted: Wanted, devices: Sequence[tuple[int, ...]]) -> PipelineFound:
-    """The pipeline of a given number of stages on given devices, cut for balance.
-
-    Raises :class:`~autopar.errors.PlanError` where the forward pass has fewer layers than stages.
-    """
-    found = search_pipelines(
-        lambda count: task, [task.loop.count], replace(wanted, num_stages=len(devices), stage_size=len(devices[0]))
-    )
-    if found is None:
-        raise PlanError(
-            f"the forward pass has {len(forward_operators(task.loop))} operators and cannot be cut into {len(devices)} stages; "
-            "ask for fewer stages="
-        )
-    return found
+        first, *others = (self._wanted.schedule,) if self._wanted.schedule else SCHEDULES
+        try:
+            found = planner.plan(Layout(cuts, grouping.devices, first))
+        except BudgetError as error:
+            self._refusal = self._refusal or error
+            return
+        for candidate in (found, *(planner.under(found, schedule) for schedule in others)):
+            if candidate is not None and candidate.step_seconds < self._enough * (1 - 1e-9):
+                self._best, self._enough = candidate, candidate.step_seconds

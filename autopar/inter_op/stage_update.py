@@ -198,8 +198,9 @@ class Updates:
         self._held[value] = _Held({held.made: total}, held.made)
 
     def _send(self, variable: Any, source: int, target: int) -> None:
-        self.stages[source].sent.append((variable, target))
-        self.stages[target].received[variable] = source
+        if variable not in self.stages[target].received:  # two values may share a piece
+            self.stages[source].sent.append((variable, target))
+            self.stages[target].received[variable] = source
 
     # --- outputs ---
 

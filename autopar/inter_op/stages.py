@@ -29,15 +29,15 @@ from autopar.intra_op.restrict import Restriction
 from autopar.intra_op.search import Task
 from autopar.plan import Schedule
 from autopar.schedule.cross_mesh import CrossMeshTransfer
-from autopar.schedule.pipeline import Pipeline, StageLowering
+from autopar.schedule.pipeline import Pipeline, lower_stage
 from autopar.schedule.stage_program import Cut, Passing, StageProgram
 from autopar.wording import bytes_text
 
 FIRST_PRICE_SHARE = 1 / 64
 """The first price of the whole budget, as a share of a stage's seconds."""
 
-PRICE_STEP = 6.0
-RISES = 5
+PRICE_STEP = 8.0
+RISES = 4
 """Beyond a price of a few steps' seconds for the budget, memory is all that counts."""
 
 HALVINGS = 1
@@ -214,22 +214,32 @@ class StagePlanner:
         )
         return self._prices[key]
 
+    def under(self, found: PipelineFound, schedule: Schedule) -> PipelineFound | None:
+        """The same stages under another schedule; None where that exceeds the budget."""
+        other = self._simulated(replace(found.layout, schedule=schedule), found.cut, found.found)
+        return None if any(self._over(other)) else other
+
     def _simulated(self, layout: Layout, made: Cut, found: Sequence[PricedStage]) -> PipelineFound:
-        task = self._task
-        stages = [replace(one.stage, devices=devices) for one, devices in zip(found, layout.devices, strict=True)]
-        graphs = [self._graph(program)[0] for program in made.stages]
-        running = Running(layout.schedule, task.loop.count, task.donates_state)
-        whole = assemble(made, graphs, stages, running, task.cluster)
-        costs = tuple(self._cost(lowering, one) for lowering, one in zip(whole.pipeline.stages, found, strict=True))
-        simulation = simulate_pipeline(whole.pipeline, costs, whole.transfers, task.cluster)
+        costs = tuple(
+            self._cost(program, one, devices)
+            for program, one, devices in zip(made.stages, found, layout.devices, strict=True)
+        )
+        cluster = self._task.cluster
+        lowered = [cost.lowering for cost in costs]
+        whole = assemble(made, lowered, Running(layout.schedule, self._task.loop.count), cluster)
+        simulation = simulate_pipeline(whole.pipeline, costs, whole.transfers, cluster)
         return PipelineFound(layout, made, whole.pipeline, costs, whole.transfers, simulation, tuple(found))
 
-    def _cost(self, lowering: StageLowering, found: PricedStage) -> StageCost:
-        key = (id(lowering.program), id(found), lowering.stage.devices)
+    def _cost(self, program: StageProgram, found: PricedStage, devices: tuple[int, ...]) -> StageCost:
+        """The lowered stage and its price; stages of one structure and plan are lowered and priced once."""
+        graph, text = self._graph(program)
+        stage = replace(found.stage, devices=devices)
+        key = (text, program.state_pairs, id(found))
         if key not in self._costs:
-            cluster = subcluster(self._task.cluster, lowering.stage.devices)
-            self._costs[key] = stage_cost(lowering, found.problem.fusion, cluster)
-        return replace(self._costs[key], lowering=lowering)
+            lowering = lower_stage(program, graph, stage, donates_state=self._task.donates_state)
+            self._costs[key] = stage_cost(lowering, found.problem.fusion, subcluster(self._task.cluster, devices))
+        known = self._costs[key]
+        return replace(known, lowering=replace(known.lowering, program=program, graph=graph, stage=stage))
 
     def _over_budget(self, result: PipelineFound) -> BudgetError:
         peaks = result.simulation.peak_bytes

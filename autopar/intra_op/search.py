@@ -53,6 +53,9 @@ KEPT_OPTIONS = 16
 LEAN_OPTIONS = 6
 """Options that hold the fewest bytes, kept as well as long as no plan keeps the budget."""
 
+HOPELESS = 1.5
+"""A solution that holds so many budgets by the rows, which are a rough account, is over it by the exact one as well."""
+
 WORTH_SHARE = 2e-3
 """A wide program that cannot beat the best plan by more than this share is not solved."""
 
@@ -328,6 +331,8 @@ def _priced(
     demand = replace(on_mesh.model, memory=list(rows))
 
     def keeps_budget(solution: Solution) -> bool:
+        if max(row.used(solution.options) for row in rows) > HOPELESS * task.budget_bytes:
+            return False  # not worth completing
         tried.append(on_mesh.complete(solution))
         return tried[-1].prediction.memory.total_bytes <= task.budget_bytes
 

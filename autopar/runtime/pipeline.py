@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from autopar import _compat
+from autopar.errors import TransportError
 from autopar.graph.build import avals_of
 from autopar.plan import Layout
 from autopar.runtime.collectives import apply_moves
@@ -152,7 +153,7 @@ class PipelineExecutor:
             wait(futures)
             self._transport.clear()
         if failures:
-            raise next((error for error in failures if error.__cause__ is None), failures[0])
+            raise next((error for error in failures if not isinstance(error, TransportError)), failures[0])
         return self._results([future.result() for future in futures])
 
     def _walk(

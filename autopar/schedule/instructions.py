@@ -14,6 +14,7 @@ other.  :func:`verify_meetings` says whether lists come to an end even so.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -212,8 +213,9 @@ def _step(memory: _Memory, instruction: Instruction) -> None:
                 memory.read(slot, instruction)
             if any(not 0 <= position < len(inputs) for position in donated):
                 _fail(memory.mesh, instruction, f"donates inputs {donated} of {len(inputs)}")
+            times = Counter(inputs) if donated else Counter[Slot]()
             for position in donated:
-                if inputs.count(inputs[position]) > 1:
+                if times[inputs[position]] > 1:
                     _fail(memory.mesh, instruction, f"donates {inputs[position]}, which it reads at two positions")
                 memory.drop(inputs[position], instruction)
             for slot in outputs:

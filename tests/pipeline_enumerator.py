@@ -1,0 +1,323 @@
+"""An independent referee of the stage search: the quickest pipeline of a small step by trying all of them.
+
+Nothing of the search is imported.  For every number of microbatches N that a case allows, a pipeline is
+
+    a grouping     of the layers 1 … L into S consecutive stages, all of them
+    devices        the cluster's ids 0 … D−1 in as many consecutive runs: 2ᵏ devices of one host, or whole hosts
+    mesh shapes    one for each stage, out of all logical shapes of its run
+    a schedule     all of them for S > 1
+
+and each is laid out (one integer program per stage and mesh shape), lowered and simulated on its own.  A stage that was
+solved once is not solved again; no other result of one candidate serves another.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.cluster import Cluster, DeviceKind, Link, Mesh, Platform
+from autopar.cost_model.pipeline import StageCost, simulate_pipeline, stage_cost, transfers_of
+from autopar.graph.build import build_graph
+from autopar.inter_op.cut import cut
+from autopar.inter_op.placing import forward_operators
+from autopar.intra_op.restrict import Restriction
+from autopar.intra_op.search import Task, search
+from autopar.plan import Schedule
+from autopar.schedule.orders import make_order
+from autopar.schedule.pipeline import StageLowering, lower_stage, pipeline_of
+from autopar.schedule.stage_program import StageProgram
+from benchmarks.models import Batch, Model
+from tests.toy_pipelines import Step, step_of
+
+SEVERAL = (Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.EAGER_ONE_F_ONE_B)
+MAX_AXES = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model whose layer k begins at matrix product ``layers[k]`` of its forward pass, a cluster, and what is allowed."""
+
+    name: str
+    model: Callable[[], Model]
+    layers: tuple[int, ...]
+    cluster: Cluster
+    microbatches: tuple[int, ...]
+    budget_bytes: float = float("inf")
+
+    def step(self, count: int) -> Step:
+        """The step as a loop over so many microbatches."""
+        return step_of(self.model(), count)
+
+    def boundaries(self, step: Step) -> tuple[int, ...]:
+        """Numbers of the forward operators at which layers begin, but the first."""
+        forward = forward_operators(step.loop)
+        products = [number for number, one in enumerate(forward) if one.primitive == "dot_general"]
+        return tuple(products[layer] for layer in self.layers[1:])
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One pipeline: ``cuts`` are numbers of forward operators, ``meshes`` run parallel to ``devices``."""
+
+    num_microbatches: int
+    cuts: tuple[int, ...]
+    devices: tuple[tuple[int, ...], ...]
+    meshes: tuple[Mesh, ...]
+    schedule: Schedule
+
+    def __str__(self) -> str:
+        stages = "; ".join(
+            f"devices {run[0]}-{run[-1]} as {mesh}" for run, mesh in zip(self.devices, self.meshes, strict=True)
+        )
+        return f"N={self.num_microbatches}, {self.schedule.value}, cut before {self.cuts}: {stages}"
+
+
+@dataclass(frozen=True)
+class Best:
+    """The quickest pipeline that keeps the budget, out of ``tried``; ``by_stages`` are the least seconds for each S."""
+
+    step_seconds: float
+    candidate: Candidate
+    by_stages: dict[int, float]
+    tried: int
+
+
+def best_of(case: Case) -> Best:
+    """Try all pipelines of a case; raises ValueError where none keeps the budget."""
+    best: tuple[float, Candidate] | None = None
+    by_stages: dict[int, float] = {}
+    tried = 0
+    for count in case.microbatches:
+        referee = _Referee(case, count)
+        for candidate in _candidates(case, count, referee.boundaries):
+            tried += 1
+            seconds, peak_bytes = referee.measure(candidate)
+            if peak_bytes > case.budget_bytes:
+                continue
+            number = len(candidate.devices)
+            by_stages[number] = min(seconds, by_stages.get(number, seconds))
+            if best is None or seconds < best[0]:
+                best = seconds, candidate
+    if best is None:
+        raise ValueError(f"none of {tried} pipelines of {case.name} keeps the budget")
+    return Best(best[0], best[1], by_stages, tried)
+
+
+def _candidates(case: Case, count: int, boundaries: tuple[int, ...]) -> Iterator[Candidate]:
+    for number in range(1, len(case.layers) + 1):
+        for cuts in itertools.combinations(boundaries, number - 1):
+            for devices in device_runs(case.cluster, number):
+                shapes = [_part(case.cluster, run).logical_mesh_shapes(MAX_AXES) for run in devices]
+                for meshes in itertools.product(*shapes):
+                    for schedule in SEVERAL if number > 1 else (Schedule.SINGLE,):
+                        yield Candidate(count, cuts, devices, meshes, schedule)
+
+
+def device_runs(cluster: Cluster, number: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """All ways to take a cluster apart into so many consecutive runs of 2ᵏ devices of a host, or of whole hosts."""
+    per_host = cluster.devices_per_host
+
+    def runs_from(start: int, left: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+        if left == 0:
+            if start == cluster.num_devices:
+                yield ()
+            return
+        for stop in range(start + 1, cluster.num_devices + 1):
+            size = stop - start
+            in_host = start // per_host == (stop - 1) // per_host and size & (size - 1) == 0
+            if in_host or (start % per_host == 0 and size % per_host == 0):
+                for rest in runs_from(stop, left - 1):
+                    yield (tuple(range(start, stop)), *rest)
+
+    return runs_from(0, number)
+
+
+def _part(cluster: Cluster, run: tuple[int, ...]) -> Cluster:
+    hosts = len({device // cluster.devices_per_host for device in run})
+    return replace(cluster, hosts=hosts, devices_per_host=len(run) // hosts)
+
+
+class _Referee:
+    """Owns the stages of a case, with so many microbatches, that are solved so far."""
+
+    def __init__(self, case: Case, count: int) -> None:
+        self._case = case
+        self._step = case.step(count)
+        self.boundaries = case.boundaries(self._step)
+        self._solved: dict[tuple[tuple[int, ...], int, tuple[int, int], Mesh], tuple[StageLowering, StageCost]] = {}
+
+    def measure(self, candidate: Candidate) -> tuple[float, float]:
+        """Seconds of a step, and the most bytes on a device."""
+        made = cut(self._step.loop, self._step.state_pairs, candidate.cuts)
+        lowered, costs = [], []
+        for number, (program, run, mesh) in enumerate(
+            zip(made.stages, candidate.devices, candidate.meshes, strict=True)
+        ):
+            part = _part(self._case.cluster, run)
+            key = (candidate.cuts, number, (part.hosts, part.devices_per_host), mesh)
+            if key not in self._solved:
+                self._solved[key] = self._solve(program, part, mesh)
+            stage, cost = self._solved[key]
+            lowered.append(replace(stage, stage=replace(stage.stage, devices=run)))
+            costs.append(cost)
+        order = make_order(candidate.schedule, len(lowered), candidate.num_microbatches)
+        pipeline = pipeline_of(lowered, made.crossings, order)
+        transfers = transfers_of(pipeline, self._case.cluster)
+        simulation = simulate_pipeline(pipeline, costs, transfers, self._case.cluster)
+        return simulation.step_seconds, max(simulation.peak_bytes)
+
+    def _solve(self, program: StageProgram, part: Cluster, mesh: Mesh) -> tuple[StageLowering, StageCost]:
+        graph = build_graph(program.jaxpr, platform=part.device.platform.value)
+        found = search(
+            Task(
+                graph=graph,
+                state_pairs=program.state_pairs,
+                donated=frozenset(source for source, _ in program.state_pairs),
+                cluster=part,
+                meshes=(mesh,),
+                budget_bytes=float("inf"),
+                restriction=lambda mesh: Restriction(),
+            )
+        )
+        lowered = lower_stage(program, graph, found.stage)
+        return lowered, stage_cost(lowered, found.problem.fusion, part)
+
+
+# --- cases ------------------------------------------------------------------------------------------------------------
+
+
+def _weights(random: np.random.Generator, *shape: int) -> np.ndarray:
+    return (random.standard_normal(shape) / np.sqrt(shape[0])).astype(np.float32)
+
+
+def _model(
+    name: str,
+    weights: Callable[[], Any],
+    loss: Callable[[Any, Batch], jax.Array],
+    row: Callable[[int], Batch],
+    rows: int,
+) -> Model:
+    """Gradient descent with momentum on a loss."""
+
+    def make_state() -> dict[str, Any]:
+        params = jax.tree.map(jnp.asarray, weights())
+        return {"params": params, "momentum": jax.tree.map(jnp.zeros_like, params)}
+
+    def train_step(state: dict[str, Any], batch: Batch) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+        value, gradient = jax.value_and_grad(loss)(state["params"], batch)
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, state["momentum"], gradient)
+        params = jax.tree.map(lambda p, m: p - 0.01 * m, state["params"], momentum)
+        return {"params": params, "momentum": momentum}, {"loss": value}
+
+    return Model(name, make_state, train_step, row, rows)
+
+
+def mlp(widths: tuple[int, ...], rows: int) -> Model:
+    """x ← tanh(x Wₖ), squared error; as many layers as matrices."""
+
+    def weights() -> list[np.ndarray]:
+        random = np.random.default_rng(0)
+        return [_weights(random, *shape) for shape in itertools.pairwise(widths)]
+
+    def loss(weights: list[jax.Array], batch: Batch) -> jax.Array:
+        x = batch["x"]
+        for weight in weights:
+            x = jnp.tanh(x @ weight)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    def make_batch(number: int) -> Batch:
+        random = np.random.default_rng(1)
+        return {"x": _weights(random, number, widths[0]), "y": _weights(random, number, widths[-1])}
+
+    return _model(f"mlp-{widths}-{rows}", weights, loss, make_batch, rows)
+
+
+PRODUCTS_OF_A_BLOCK = 6
+
+
+def transformer(blocks: int, width: int, rows: int, sequence: int = 8) -> Model:
+    """Blocks of one-headed attention and an MLP, six matrix products each; squared error."""
+
+    def weights() -> list[dict[str, np.ndarray]]:
+        random = np.random.default_rng(0)
+        shapes = {
+            "qkv": (width, 3 * width),
+            "out": (width, width),
+            "up": (width, 2 * width),
+            "down": (2 * width, width),
+        }
+        return [{name: _weights(random, *shape) for name, shape in shapes.items()} for _ in range(blocks)]
+
+    def loss(weights: list[dict[str, jax.Array]], batch: Batch) -> jax.Array:
+        x = batch["x"]
+        for block in weights:
+            q, k, v = jnp.split(x @ block["qkv"], 3, axis=-1)
+            scores = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k) / width**0.5)
+            x = x + jnp.einsum("bqk,bkd->bqd", scores, v) @ block["out"]
+            x = x + jnp.tanh(x @ block["up"]) @ block["down"]
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    def make_batch(number: int) -> Batch:
+        random = np.random.default_rng(1)
+        x = random.standard_normal((2, number, sequence, width)).astype(np.float32)
+        return {"x": x[0], "y": x[1]}
+
+    return _model(f"transformer-{blocks}x{width}-{rows}", weights, loss, make_batch, rows)
+
+
+def cluster_of(
+    hosts: int, devices_per_host: int, *, network: float, local: float = 1e9, latency_seconds: float = 1e-5
+) -> Cluster:
+    """Devices of 10⁷ FLOP/s and 10⁹ bytes per second; links of so many bytes per second, one network card per host."""
+    device = DeviceKind("slow", Platform.CPU, {"float32": 1e7}, 2**30, 1e9)
+    return Cluster(
+        f"{hosts}x{devices_per_host}",
+        hosts,
+        devices_per_host,
+        device,
+        Link(latency_seconds, local),
+        Link(latency_seconds, network, shared_by=devices_per_host),
+    )
+
+
+SLOW, MIDDLE, FAST = 3e5, 3e6, 1e9
+"""Bytes per second between hosts."""
+
+
+def cases() -> tuple[Case, ...]:
+    """Small steps on small clusters: links slow and fast, layers alike and not, with and without a budget."""
+    even, tapered = (64, 64, 64, 64, 64), (128, 64, 64, 32, 16)
+    four = (0, 1, 2, 3)
+    block = PRODUCTS_OF_A_BLOCK
+    found = []
+    for name, speed in (("slow", SLOW), ("middle", MIDDLE), ("fast", FAST)):
+        cluster = cluster_of(2, 2, network=speed)
+        found += [
+            Case(f"mlp, {name}", lambda: mlp(even, 32), four, cluster, (1, 2, 4)),
+            Case(f"tapered mlp, {name}", lambda: mlp(tapered, 32), four, cluster, (1, 4)),
+            Case(f"few rows, {name}", lambda: mlp(even, 8), four, cluster, (1, 2, 4)),
+            Case(f"many rows, {name}", lambda: mlp(even, 256), four, cluster, (1, 4, 8)),
+            Case(f"transformer, {name}", lambda: transformer(3, 32, 8), (0, block, 2 * block), cluster, (1, 4)),
+            Case(f"two hosts of one, {name}", lambda: mlp(even, 32), four, cluster_of(2, 1, network=speed), (1, 4)),
+            Case(
+                f"four hosts of one, {name}", lambda: mlp(even, 32), four, cluster_of(4, 1, network=speed), (1, 2, 4, 8)
+            ),
+            Case(
+                f"six layers on eight, {name}",
+                lambda: mlp((32,) * 7, 32),
+                (0, 1, 2, 3, 4, 5),
+                cluster_of(2, 4, network=speed),
+                (4,),
+            ),
+        ]
+    slow = cluster_of(2, 2, network=SLOW)
+    for budget in (100_000, 120_000, 160_000):
+        found.append(Case(f"budget {budget}", lambda: mlp(even, 64), four, slow, (1, 2, 4), budget))
+    return tuple(found)
