@@ -48,8 +48,8 @@ comma := ,
 
 demo: $(VENV)/.with-examples
 	@$(BIN)/python -m examples.gpt.train
-	@echo; echo "The same model, planned for two hosts with Ethernet between them: a pipeline of two stages"
-	@$(BIN)/python -m examples.gpt.train --hosts 2 --stages 2 --steps 60 --run-dir runs/gpt_pipeline --data-dir runs/gpt/data \
+	@echo; echo "The same model, planned for two hosts with Ethernet of 1 Gb/s between them, becomes a pipeline:"
+	@$(BIN)/python -m examples.gpt.train --hosts 2 --steps 40 --run-dir runs/gpt_pipeline --data-dir runs/gpt/data \
 	  --validation-batches 0 --sample-tokens 0
 
 test: $(VENV)/.with-test-examples
