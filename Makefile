@@ -1,6 +1,6 @@
 # Every target makes its own virtual environment: nothing but python3, pip and make is assumed.
 #
-#   make demo      train examples/gpt on 8 virtual CPU devices with a plan that nobody wrote, and explain it
+#   make demo      train examples/gpt on 8 virtual CPU devices with a plan that nobody wrote, and explain it; then as a pipeline
 #   make test      the quick tests
 #   make verify    all tests, the slow proofs included; the log is build/verify.log
 #   make lint      ruff, mypy, import contracts        make format    let ruff rewrite what it can
@@ -48,6 +48,9 @@ comma := ,
 
 demo: $(VENV)/.with-examples
 	@$(BIN)/python -m examples.gpt.train
+	@echo; echo "The same model, planned for two hosts with Ethernet of 1 Gb/s between them, becomes a pipeline:"
+	@$(BIN)/python -m examples.gpt.train --hosts 2 --steps 40 --run-dir runs/gpt_pipeline --data-dir runs/gpt/data \
+	  --validation-batches 0 --sample-tokens 0
 
 test: $(VENV)/.with-test-examples
 	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)

@@ -20,13 +20,14 @@ from autopar.first_state import born_sharded
 from autopar.graph.roles import Role, infer_roles
 from autopar.graph.tracing import Call, aval_of_leaf, flatten_call, retracer, trace
 from autopar.graph.wishes import LeafWish, LeafWishes, leaf_wishes, names_on
+from autopar.inter_op.account import PipelineAccount, account_of
 from autopar.inter_op.assemble import Assembled, stages_of_leaves
 from autopar.inter_op.terms import BatchCoupling, MicrobatchRng, Terms
 from autopar.intra_op.search import Found
 from autopar.intra_op.why import Question, Why, why
 from autopar.methods import HAND_MADE, Method, method_of
 from autopar.options import ArgumentNames, Options, checked_cluster, read_options
-from autopar.pipelines import assembled
+from autopar.pipelines import assembled, loop_of
 from autopar.plan import Plan, Schedule
 from autopar.planning import demands_of_user, make_plan, said_of_inputs
 from autopar.progress import Progress
@@ -169,11 +170,14 @@ class Parallelized:
     ) -> tuple[Subjected, Plan, Found | None]:
         """Subject, plan and planner's records for a step that was traced before, if need be without the memory budget.
 
-        A mesh shape, stages, and shardings in the code are not demanded of another method.
+        A mesh shape, stages, and shardings in the code are not demanded of another method, nor the microbatches of a
+        pipeline of one that has no stages.
         """
         demands = self._demands(method)
         if method is not None:
-            demands = replace(demands, mesh_shape=None, user_shardings=UserShardings.IGNORE, stages=None, schedule=None)
+            count = demands.num_microbatches if demands.stages is None else None
+            free: dict[str, Any] = {"mesh_shape": None, "num_microbatches": count, "stages": None, "schedule": None}
+            demands = replace(demands, user_shardings=UserShardings.IGNORE, **free)
         if not within_budget:
             demands = replace(demands, memory_per_device=math.inf)
         with self._progress() as progress:
@@ -186,6 +190,10 @@ class Parallelized:
         plan = self._last.plan
         found = next((found for _, known, found in self._planned.values() if known is plan), None)
         return self._last.subject, plan, found
+
+    def account(self, subject: Subjected, plan: Plan, cluster: Cluster) -> PipelineAccount:
+        """The pipeline of a plan, priced and simulated; ``subject`` runs in the plan's microbatches."""
+        return account_of(self._assembled(subject, plan, cluster), loop_of(subject), plan.cuts, cluster)
 
     def runner_ups(
         self, subject: Subjected, found: Found, cluster: Cluster, groups: Sequence[Sequence[int]]

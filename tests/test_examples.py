@@ -405,3 +405,31 @@ def test_what_a_model_in_pieces_says_is_what_it_says_whole(
         generate.sample(state.apply_fn, params, [1, 2], TINY.sequence, 8) for params in (pieces, state.params)
     )
     assert written == whole_written
+
+
+def test_hosts_and_stages_are_what_the_planner_is_asked_for() -> None:
+    assert train.parse([]).planning_options() == {}
+    options = train.parse("--hosts 2 --stages 2".split()).planning_options()
+    cluster = options["cluster"]
+    assert (cluster.hosts, cluster.devices_per_host, options["stages"]) == (2, 4, 2)
+    assert cluster.network_link.bytes_per_second < cluster.local_link.bytes_per_second / 10
+    with pytest.raises(SystemExit, match="does not divide the 8 devices"):
+        train.parse(["--hosts", "3"]).planning_options()
+
+
+def test_parameters_of_a_pipeline_are_fetched_to_be_read_by_one_program() -> None:
+    first, second = jax.devices()[:2]
+    together = {"a": jax.device_put(1.0, first), "b": jax.device_put(2.0, first)}
+    assert train.in_one_place(together) is together
+    apart = train.in_one_place({"a": together["a"], "b": jax.device_put(2.0, second)})
+    assert float(jax.jit(lambda p: p["a"] + p["b"])(apart)) == 3.0
+
+
+@pytest.mark.verify
+def test_a_pipeline_trains_and_is_explained(tmp_path: Path) -> None:
+    settings = _settings(tmp_path, method="auto", hosts=2, stages=2, layers=2, steps=4, batch_size=8, dropout=0.0)
+    output = io.StringIO()
+    assert train.run(settings, Console(file=output, width=200)) == 0
+    text = output.getvalue()
+    assert "2 stages, 1f1b over 8 microbatches · 2 hosts with Ethernet" in text and "validation loss" in text
+    assert "network between hosts" in (settings.run_dir / "explanation.txt").read_text()

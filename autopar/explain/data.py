@@ -6,7 +6,8 @@ operators (the layers of a network) carry a ``count``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from autopar.plan import Axes, Layout
@@ -70,7 +71,10 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array that goes into the step; ``use_layout`` is the layout of its copy for use, where that is another."""
+    """One array that goes into the step; ``use_layout`` is the layout of its copy for use, where that is another.
+
+    Of a pipeline, ``stages`` are the numbers (from 1) of those that hold it; layouts are then on the mesh of the first.
+    """
 
     path: str
     kind: LeafKind
@@ -80,6 +84,11 @@ class Leaf:
     use_layout: Layout | None
     whole_bytes: int
     bytes_per_device: int
+    stages: tuple[int, ...] = ()
+
+    def on_stages(self, stages: Iterable[int]) -> Leaf:
+        """The same on some stages of a pipeline."""
+        return replace(self, stages=tuple(stages))
 
     @property
     def sharding(self) -> str:
@@ -137,6 +146,7 @@ class Parameter:
     bytes_per_device: int
     why: str
     runner_ups: tuple[RunnerUp, ...]
+    stages: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:

@@ -16,19 +16,25 @@ from autopar.errors import AutoparError, PlanError
 from autopar.explain.data import Leaf, LeafKind, Measured, MemoryUse, MethodTotals, Time
 from autopar.explain.explanation import Explanation
 from autopar.explain.layouts import leaves_of, parameter_groups, parameters_of, undivided
-from autopar.explain.pipeline import PipelineExplanation, pipeline_explanation
-from autopar.explain.verdict import verdict_text
+from autopar.explain.pipeline import PipelineExplanation
+from autopar.explain.stages import leaves_on_stages, passage_rows, stage_rows, timeline_rows
+from autopar.explain.verdict import pipeline_verdict, verdict_text
 from autopar.explain.work import collective_groups, communication_of, operator_uses, wasted_seconds
 from autopar.graph.fusion import fuse
 from autopar.plan import Plan, Prediction
+from autopar.schedule.orders import bubble_fraction
 from autopar.schedule.spmd import lower
 from autopar.wording import slashed
 
 if TYPE_CHECKING:
     from autopar.cluster import Cluster
+    from autopar.inter_op.account import PipelineAccount
     from autopar.intra_op.search import Found
     from autopar.intra_op.why import Why
     from autopar.subjects import Demands, Subjected
+
+WITHOUT_PIPELINE = "intra_op"
+"""The method that gives the best plan of a single stage."""
 
 REPEATED_SHARE = 0.01
 """Repeated work below this share of the step is not worth a word."""
@@ -76,6 +82,9 @@ class Step(Protocol):
         self, subject: Subjected, *, cluster: Cluster, method: Any = None, within_budget: bool = True
     ) -> tuple[Subjected, Plan, Found | None]:
         """Plan what was traced before."""
+
+    def account(self, subject: Subjected, plan: Plan, cluster: Cluster) -> PipelineAccount:
+        """The pipeline of a plan, priced and simulated."""
 
     def said_by_user(self, subject: Subjected, cluster: Cluster, method: Any) -> tuple[dict[int, str], tuple[str, ...]]:
         """What the user has demanded of inputs (positions), and notes on demands that were not kept."""
@@ -143,10 +152,62 @@ def explain(
 
 
 def _explained(case: _Case) -> Explanation | PipelineExplanation:
-    if not case.plan.is_pipeline:
-        return _explanation(case)
-    ran = statistics.median(case.ran.step_seconds) if case.ran is not None and case.ran.step_seconds else None
-    return pipeline_explanation(case.plan, case.step.__name__, ran, case.subject.coupling)
+    return _pipeline_explanation(case) if case.plan.is_pipeline else _explanation(case)
+
+
+def _pipeline_explanation(case: _Case) -> PipelineExplanation:
+    plan, subject = case.plan, case.subject
+    account = case.step.account(subject, plan, case.cluster)
+    stages = stage_rows(account)
+    leaves = leaves_on_stages(account, subject)
+    single = _opponent(case, WITHOUT_PIPELINE)
+    budget = float(case.step.demands.memory_per_device or case.cluster.per_device_memory_bytes)
+    steps = case.ran.step_seconds if case.ran is not None else []
+    positions = range(len(leaves))
+    return PipelineExplanation(
+        function=case.step.__name__,
+        cluster=case.cluster.name,
+        hardware=_hardware(case.cluster),
+        num_devices=plan.num_devices,
+        method=plan.method,
+        verdict=pipeline_verdict(plan, stages, account.simulation.step_seconds, single, budget),
+        schedule=plan.schedule.value,
+        num_microbatches=plan.num_microbatches,
+        microbatch_size=(subject.roles.batch_size or 0) // plan.num_microbatches,
+        bubble_fraction=bubble_fraction(len(stages), plan.num_microbatches),
+        stages=stages,
+        passages=passage_rows(account, subject.program.in_paths, case.cluster),
+        timeline=timeline_rows(account),
+        step_seconds=account.simulation.step_seconds,
+        measured_seconds=statistics.median(steps) if steps else None,
+        measured_steps=len(steps),
+        budget_bytes=budget,
+        leaves=leaves,
+        parameters=parameters_of(leaves, parameter_groups(leaves), (), positions, plan, case.said[0]),
+        methods=tuple(_opponent(case, name) for name in case.step.opponents),
+        alternatives=_alternatives(single),
+        solver=plan.solver,
+        notes=_pipeline_notes(case),
+    )
+
+
+def _alternatives(single: MethodTotals) -> tuple[tuple[str, float], ...]:
+    """What the pipeline was held against: the best plan of a single stage."""
+    if single.step_seconds is None:
+        return ()
+    over = "" if single.fits else ", over the memory budget"
+    return ((f"the best plan without a pipeline, on mesh {single.mesh}{over}", single.step_seconds),)
+
+
+def _pipeline_notes(case: _Case) -> tuple[str, ...]:
+    notes = []
+    if case.subject.alone:
+        notes.append(f"Each microbatch is treated as a batch of its own, for {case.subject.alone}.")
+    if case.subject.coupling:
+        notes.append(f"There is one microbatch, because {case.subject.coupling}.")
+    if not case.subject.donated or not case.step.demands.donate_state:
+        notes.append("No state is donated, so a step holds the old and the new state at once.")
+    return (*notes, *case.said[1])
 
 
 def _explanation(case: _Case) -> Explanation:

@@ -43,30 +43,35 @@ PADDING_WORTH = 1 / 8
 
 def leaves_of(subject: Subjected, program: SpmdProgram, stage: Stage) -> tuple[Leaf, ...]:
     """Every input of the step, in order."""
-    graph, mesh = subject.graph, program.mesh
+    paths, kinds, used = subject.program.in_paths, kinds_of_inputs(subject), layouts_in_use(program)
+    values = zip(subject.graph.inputs, paths, kinds, strict=True)
+    return tuple(leaf_at(value, path, kind, program, stage, used) for value, path, kind in values)
+
+
+def leaf_at(
+    value_id: int, path: str, kind: LeafKind, program: SpmdProgram, stage: Stage, used: Mapping[int, Layout]
+) -> Leaf:
+    """An input of a program by the plan of its stage; ``used`` are the :func:`layouts_in_use` of the program."""
+    value = program.values[value_id]
+    layout = stage.home(value_id, len(value.shape))
+    use = stage.copies.get(value_id) or used.get(value_id, layout)
+    held_bytes = value.size_bytes // shares(layout, program.mesh)
+    use_layout = None if use == layout else use
+    return Leaf(path, kind, value.shape, value.dtype, layout, use_layout, value.size_bytes, held_bytes)
+
+
+def kinds_of_inputs(subject: Subjected) -> tuple[LeafKind, ...]:
+    """What each input of the step is for, in order."""
+    graph = subject.graph
     read_early = _read_before_update(graph)
-    used = _layouts_in_use(program)
-    leaves = []
-    for position, value_id in enumerate(graph.inputs):
-        value, role = graph.values[value_id], subject.roles.roles[position]
-        layout = stage.home(value_id, len(value.shape))
-        use = stage.copies.get(value_id) or used.get(value_id, layout)
+    found = []
+    for value_id, role in zip(graph.inputs, subject.roles.roles, strict=True):
         kind = KIND_OF_ROLE.get(role)
         if kind is None:
-            kind = LeafKind.PARAMETER if value_id in read_early and value.shape else LeafKind.OPTIMIZER
-        leaves.append(
-            Leaf(
-                subject.program.in_paths[position],
-                kind,
-                value.shape,
-                value.dtype,
-                layout,
-                None if use == layout else use,
-                value.size_bytes,
-                value.size_bytes // shares(layout, mesh),
-            )
-        )
-    return tuple(leaves)
+            is_parameter = value_id in read_early and graph.values[value_id].shape
+            kind = LeafKind.PARAMETER if is_parameter else LeafKind.OPTIMIZER
+        found.append(kind)
+    return tuple(found)
 
 
 def _read_before_update(graph: Graph) -> set[int]:
@@ -74,7 +79,7 @@ def _read_before_update(graph: Graph) -> set[int]:
     return {operand for operator in early for operand in operator.operands if operand is not None}
 
 
-def _layouts_in_use(program: SpmdProgram) -> dict[int, Layout]:
+def layouts_in_use(program: SpmdProgram) -> dict[int, Layout]:
     """For inputs that are used before the update in one layout only: that layout."""
     seen: dict[int, set[Layout]] = defaultdict(set)
     inputs = {buffer.value for buffer in program.inputs}
@@ -91,7 +96,7 @@ def parameter_groups(leaves: Sequence[Leaf]) -> tuple[tuple[int, ...], ...]:
     alike: dict[tuple[object, ...], dict[str, int]] = defaultdict(dict)
     for position, leaf in enumerate(leaves):
         if leaf.kind in (LeafKind.PARAMETER, LeafKind.OPTIMIZER):
-            look = (leaf.kind, leaf.shape, leaf.dtype, leaf.layout, leaf.use_layout)
+            look = (leaf.kind, leaf.shape, leaf.dtype, leaf.layout, leaf.use_layout, leaf.stages)
             alike[look][leaf.path] = position
     groups = [
         tuple(positions[path] for path in members) for positions in alike.values() for _, members in families(positions)
@@ -137,6 +142,7 @@ def parameters_of(
                 bytes_per_device=first.bytes_per_device * len(group),
                 why=asked if why is None else _why_text(why, others, first, plan, asked),
                 runner_ups=others,
+                stages=first.stages,
             )
         )
     return tuple(found)

@@ -1,64 +1,150 @@
-"""What a plan of several stages says: a row for each stage, and what is predicted of the whole."""
+"""What an explanation of a pipeline says, as plain data: stages, what passes between them, and one simulated step.
+
+Stages and microbatches are numbered from 1.  Seconds are those of the simulated step: meshes that share cores slow each
+other down, so the same part may take longer for one microbatch than for another; figures per microbatch are means.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING
 
-from autopar.explain.words import seconds_text
-from autopar.wording import bytes_text
+from autopar.explain.data import Leaf, MethodTotals, Parameter
+from autopar.plan import SolverReport
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
     from autopar.cluster import Mesh
-    from autopar.plan import Plan
+
+
+class Work(Enum):
+    """What a mesh does at a time."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    ONCE = "once"
+    """What runs once in a step, before the microbatches or after them."""
 
 
 @dataclass(frozen=True)
 class StageRow:
-    """One stage: its devices, the mesh that they form, and the axes that cut anything there."""
+    """One stage, its devices and the mesh that they form; ``axes_in_use`` cut anything there.
 
+    ``first`` and ``last`` name the ends of its run of ``num_operators`` operators of the forward pass.  ``before_seconds`` and
+    ``update_seconds`` are of what runs once in a step.  Bytes are of one device: ``state_bytes`` of what it is given once in a
+    step (state and batch), ``peak_bytes`` at its fullest moment.  ``in_flight`` microbatches keep residuals at once.
+    """
+
+    number: int
     devices: tuple[int, ...]
     mesh: Mesh
     axes_in_use: tuple[str, ...]
+    first: str
+    last: str
+    num_operators: int
+    forward_seconds: float
+    backward_seconds: float
+    before_seconds: float
+    update_seconds: float
+    busy_fraction: float
+    in_flight: int
+    state_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One array that crosses: a shape (of one microbatch, if ``per_microbatch``) or a leaf's path, and the user's line."""
+
+    what: str
+    source: str
+    size_bytes: int
+    per_microbatch: bool
+
+
+@dataclass(frozen=True)
+class PassageRow:
+    """All that crosses from a stage to another; ``sent`` are the arrays, largest first.
+
+    ``link`` is the slowest level that any of it passes.  ``bytes_per_microbatch`` and ``bytes_per_step`` (all microbatches and
+    what crosses once) count whole arrays, ``link_bytes`` what a step puts on links: less where only pieces are needed, more
+    where several devices need the same.  ``seconds_per_microbatch`` is how long the arrays of a microbatch are on their way if
+    they go one after the other.
+    """
+
+    source: int
+    target: int
+    link: str
+    bytes_per_microbatch: int
+    bytes_per_step: int
+    link_bytes: int
+    seconds_per_microbatch: float
+    sent: tuple[Sent, ...]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A mesh is at work for a microbatch, or (0) for the step."""
+
+    work: Work
+    stage: int
+    microbatch: int
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True)
+class TimelineRow:
+    """What one mesh does in the simulated step, in order."""
+
+    stages: tuple[int, ...]
+    spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, repr=False)
 class PipelineExplanation:
-    """How a step runs as a pipeline.  Made by :func:`autopar.explain`; ``print`` shows it.
+    """How a step runs as a pipeline.  Made by :func:`autopar.explain`; ``print`` or a notebook shows it.
 
-    ``measured_seconds`` is the median of the steps that ran, if any did; ``bytes_per_device`` is of the fullest device;
-    ``notes`` say what else is to be known.
+    ``bubble_fraction`` is what equal stages would idle under the schedule if messages cost nothing. ``measured_seconds`` is the
+    median of the first ``measured_steps`` steps, if any ran. ``leaves`` and ``parameters`` say on which stages arrays lie.
+    ``alternatives`` are what the plan was held against (description, seconds); ``notes`` say what else is to be known.
     """
 
     function: str
     cluster: str
+    hardware: str
+    num_devices: int
     method: str
+    verdict: str
     schedule: str
     num_microbatches: int
+    microbatch_size: int
+    bubble_fraction: float
     stages: tuple[StageRow, ...]
+    passages: tuple[PassageRow, ...]
+    timeline: tuple[TimelineRow, ...]
     step_seconds: float
     measured_seconds: float | None
-    bytes_per_device: int
+    measured_steps: int
+    budget_bytes: float
+    leaves: tuple[Leaf, ...]
+    parameters: tuple[Parameter, ...]
+    methods: tuple[MethodTotals, ...]
+    alternatives: tuple[tuple[str, float], ...]
+    solver: SolverReport
     notes: tuple[str, ...]
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from rich.table import Table
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes on the fullest device at its fullest moment."""
+        return max(row.peak_bytes for row in self.stages)
 
-        count = f"{self.num_microbatches} microbatch" + ("es" if self.num_microbatches > 1 else "")
-        yield f"{self.function} · {self.method} · {len(self.stages)} stages, {self.schedule} over {count} · {self.cluster}"
-        measured = "" if self.measured_seconds is None else f", measured {seconds_text(self.measured_seconds)}"
-        yield (
-            f"A step takes {seconds_text(self.step_seconds)} (predicted{measured}), the fullest device holds "
-            f"{bytes_text(self.bytes_per_device)}."
-        )
-        table = Table("stage", "devices", "mesh", "axes in use")
-        for number, row in enumerate(self.stages):
-            devices = ", ".join(map(str, row.devices))
-            table.add_row(str(number + 1), devices, str(row.mesh), ", ".join(row.axes_in_use) or "none")
-        yield table
-        yield from self.notes
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from autopar.explain.pipeline_view import pipeline_view
+
+        yield from pipeline_view(self)
 
     def __str__(self) -> str:
         from autopar.explain.render import as_text
@@ -71,27 +157,3 @@ class PipelineExplanation:
         from autopar.explain.render import as_html
 
         return as_html(self)
-
-
-def pipeline_explanation(
-    plan: Plan, function: str, measured_seconds: float | None, coupling: str = ""
-) -> PipelineExplanation:
-    """The explanation of a plan of several stages; ``coupling`` says why the batch was not cut."""
-    rows = []
-    for stage in plan.stages:
-        used = {axis for layout in stage.homes.values() for axis in layout.axes}
-        used |= {axis for strategy in stage.strategies.values() for axes in strategy.factors for axis in axes}
-        rows.append(StageRow(stage.devices, stage.mesh, tuple(n for n in stage.mesh.axis_names if n in used)))
-    notes = (f"There is one microbatch, because {coupling}.",) if coupling else ()
-    return PipelineExplanation(
-        function=function,
-        cluster=plan.cluster,
-        method=plan.method,
-        schedule=plan.schedule.value,
-        num_microbatches=plan.num_microbatches,
-        stages=tuple(rows),
-        step_seconds=plan.step_seconds,
-        measured_seconds=measured_seconds,
-        bytes_per_device=plan.peak_bytes,
-        notes=notes,
-    )

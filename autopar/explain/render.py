@@ -20,6 +20,7 @@ from autopar.explain.compare import AmountChange, Comparison
 from autopar.explain.data import LeafKind, MethodTotals, Parameter, Undivided
 from autopar.explain.explanation import Explanation
 from autopar.explain.words import SAME_SHARE, axes_text, seconds_text, signed
+from autopar.plan import SolverReport
 from autopar.wording import array_text, bytes_text, slashed, source_text
 
 WIDTH = 120
@@ -67,7 +68,7 @@ def explanation_view(e: Explanation) -> Iterator[RenderableType]:
 # -------------------------------------------------------------------------------------------------------------- tables
 
 
-def _table(title: str, *columns: str, left: int = 1) -> Table:
+def new_table(title: str, *columns: str, left: int = 1) -> Table:
     """A table whose first ``left`` columns are text and the others figures."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(columns):
@@ -76,16 +77,17 @@ def _table(title: str, *columns: str, left: int = 1) -> Table:
     return table
 
 
-def _share(part: float, whole: float) -> str:
+def share(part: float, whole: float) -> str:
+    """``12.5%``."""
     return f"{part / whole:.1%}" if whole else ""
 
 
 def _time_table(e: Explanation) -> Table:
     time = e.time
-    table = _table("Predicted time of a step", "", "seconds", "share", "count", "sent")
+    table = new_table("Predicted time of a step", "", "seconds", "share", "count", "sent")
 
     def add(what: str, seconds: float, *more: str, style: str = "") -> None:
-        table.add_row(what, seconds_text(seconds), _share(seconds, time.step_seconds), *more, style=style)
+        table.add_row(what, seconds_text(seconds), share(seconds, time.step_seconds), *more, style=style)
 
     add("forward and backward", time.compute_seconds - time.update_seconds)
     add("update", time.update_seconds)
@@ -105,20 +107,20 @@ def _time_table(e: Explanation) -> Table:
 
 def _memory_table(e: Explanation) -> Table:
     memory = e.memory
-    table = _table("Predicted memory of a device", "", "bytes", "of budget")
+    table = new_table("Predicted memory of a device", "", "bytes", "of budget")
     for kind, size in memory.by_kind:
         if size:
-            table.add_row(kind, bytes_text(size), _share(size, memory.budget_bytes))
+            table.add_row(kind, bytes_text(size), share(size, memory.budget_bytes))
     over = "" if memory.fits else " (over budget)"
     table.add_row(
-        f"in all{over}", bytes_text(memory.total_bytes), _share(memory.total_bytes, memory.budget_bytes), style="bold"
+        f"in all{over}", bytes_text(memory.total_bytes), share(memory.total_bytes, memory.budget_bytes), style="bold"
     )
     table.add_row("budget", bytes_text(memory.budget_bytes), "")
     if e.measured is not None:
         table.add_row(
             "XLA's account",
             bytes_text(e.measured.total_bytes),
-            _share(e.measured.total_bytes, memory.budget_bytes),
+            share(e.measured.total_bytes, memory.budget_bytes),
             style="cyan",
         )
     return table
@@ -126,11 +128,11 @@ def _memory_table(e: Explanation) -> Table:
 
 def _parameter_table(e: Explanation) -> Table:
     title = "Parameters and optimizer state"
-    table = _table(title, "array, and why it does not lie otherwise", "at rest", "for use", "a device", left=3)
+    table = new_table(title, "array, and why it does not lie otherwise", "at rest", "for use", "a device", left=3)
     shown = e.parameters[:MOST_PARAMETERS]
     for row in shown:
         use = "" if row.use == row.sharding or row.kind is not LeafKind.PARAMETER else row.use
-        table.add_row(_parameter_cell(row), row.sharding, use, bytes_text(row.bytes_per_device))
+        table.add_row(parameter_cell(row), row.sharding, use, bytes_text(row.bytes_per_device))
     rest = e.parameters[MOST_PARAMETERS:]
     if rest:
         count = sum(row.count for row in rest)
@@ -141,7 +143,8 @@ def _parameter_table(e: Explanation) -> Table:
     return table
 
 
-def _parameter_cell(row: Parameter) -> Text:
+def parameter_cell(row: Parameter) -> Text:
+    """Path, type and number of alike arrays, and why they lie so."""
     count = f" ×{row.count}" if row.count > 1 else ""
     cell = Text.assemble(slashed(row.path), (f"  {array_text(row.shape, row.dtype)}{count}", "cyan"))
     if row.why:
@@ -150,16 +153,20 @@ def _parameter_cell(row: Parameter) -> Text:
 
 
 def _method_table(e: Explanation) -> Table:
-    table = _table(
-        "Against hand-made plans", "method", "mesh", "step", "compute", "communication", "memory", "time", left=2
-    )
     plan = MethodTotals(
         f"▸ {e.method}", str(e.mesh), e.time.step_seconds, e.time.compute_seconds, e.time.communication_seconds,
         e.memory.total_bytes, fits=e.memory.fits,
     )  # fmt: skip
-    rows = [plan, *sorted(e.methods, key=lambda row: (row.step_seconds is None, row.step_seconds))]
-    for row in rows:
-        if row.step_seconds is None or row.compute_seconds is None or row.communication_seconds is None:
+    return totals_table(plan, e.time.step_seconds, e.methods)
+
+
+def totals_table(plan: MethodTotals, plan_seconds: float, methods: Sequence[MethodTotals]) -> Table:
+    """The plan and hand-made methods, the fastest first; of a pipeline compute and communication go side by side."""
+    table = new_table(
+        "Against hand-made plans", "method", "mesh", "step", "compute", "communication", "memory", "time", left=2
+    )
+    for row in (plan, *sorted(methods, key=lambda row: (row.step_seconds is None, row.step_seconds))):
+        if row.step_seconds is None:
             table.add_row(row.name, Text(f"no plan: {_first_sentence(row.reason)}", style="dim"))
             continue
         over = "" if row.fits else "  (too much)"
@@ -167,10 +174,10 @@ def _method_table(e: Explanation) -> Table:
             row.name,
             row.mesh,
             seconds_text(row.step_seconds),
-            seconds_text(row.compute_seconds),
-            seconds_text(row.communication_seconds),
+            "" if row.compute_seconds is None else seconds_text(row.compute_seconds),
+            "" if row.communication_seconds is None else seconds_text(row.communication_seconds),
             f"{bytes_text(row.memory_bytes or 0)}{over}",
-            f"{row.step_seconds / e.time.step_seconds:.2f}×",
+            f"{row.step_seconds / plan_seconds:.2f}×",
             style="bold" if row is plan else "" if row.fits else "dim",
         )
     return table
@@ -196,7 +203,7 @@ def _rest(table: Table, rows: Sequence[Any], shown: int, columns: int, noun: str
 
 
 def _operator_table(e: Explanation) -> Table:
-    table = _table("Costliest operators", "operator", "how it is cut", "line", "runs", "seconds", left=3)
+    table = new_table("Costliest operators", "operator", "how it is cut", "line", "runs", "seconds", left=3)
     shown = _costliest(e.operators, e)
     for row in shown:
         what = Text.assemble((f"{row.primitive} ", "bold"), row.equation, f"\n  {row.shapes}")
@@ -210,7 +217,7 @@ def _operator_table(e: Explanation) -> Table:
 
 
 def _collective_table(e: Explanation) -> Table:
-    table = _table("Collectives", "collective", "of", "for", "count", "full size", "sent", "seconds", left=3)
+    table = new_table("Collectives", "collective", "of", "for", "count", "full size", "sent", "seconds", left=3)
     shown = _costliest(e.collectives, e)
     for row in shown:
         origin = f"{source_text(row.origin)}\n{row.phase}"
@@ -229,19 +236,19 @@ def _remarks(e: Explanation) -> Iterator[RenderableType]:
     """What is worth a line: large arrays, gaps in the rules, repeated work, padding, how the plan was found."""
     largest = [f"{name} {bytes_text(size)}" for name, size in e.memory.largest[:MOST_TENANTS]]
     if largest:
-        yield _remark("largest", ", ".join(largest))
+        yield remark("largest", ", ".join(largest))
     for row in e.uncovered[:MOST_ROWS]:
-        yield _remark(
+        yield remark(
             "no rule",
             f"{row.primitive} at {source_text(row.source)} ({row.shapes}) runs whole on every device, "
             f"{row.count}× a step, {seconds_text(row.seconds)}",
         )
     yield from _repeated(e)
     for one in e.undivided[:5]:
-        yield _remark("padding", _padding_text(one, e))
-    yield _remark("search", _search_text(e))
+        yield remark("padding", _padding_text(one, e))
+    yield remark("search", search_text(e.solver))
     for note in e.notes:
-        yield _remark("note", note)
+        yield remark("note", note)
 
 
 def _padding_text(one: Undivided, e: Explanation) -> str:
@@ -261,10 +268,11 @@ def _repeated(e: Explanation) -> Iterator[RenderableType]:
         places = list(dict.fromkeys(f"{row.primitive} at {source_text(row.source)}" for row in rows))
         more = f" and {len(places) - 3} more" if len(places) > 3 else ""
         seconds = seconds_text(sum(row.seconds for row in rows))
-        yield _remark("repeated", f"{seconds} are the same work over {axes_text(axes)}: {', '.join(places[:3])}{more}")
+        yield remark("repeated", f"{seconds} are the same work over {axes_text(axes)}: {', '.join(places[:3])}{more}")
 
 
-def _remark(label: str, text: str) -> RenderableType:
+def remark(label: str, text: str) -> RenderableType:
+    """A line with a word in front."""
     row = Table.grid(padding=(0, 2))
     row.add_column(width=8, style="bold")
     row.add_column()
@@ -272,13 +280,14 @@ def _remark(label: str, text: str) -> RenderableType:
     return row
 
 
-def _search_text(e: Explanation) -> str:
-    solver = e.solver
+def search_text(solver: SolverReport) -> str:
+    """How large the integer program was, and what is proven of its solution."""
     proof = "proven optimal" if solver.gap <= 1e-6 else f"proven to be within {solver.gap:.2%} of the optimum"
+    seconds = f", {solver.seconds:.1f} s" if solver.seconds else ""
     meshes = f"; meshes tried: {', '.join(solver.meshes_tried)}" if solver.meshes_tried else ""
     return (
-        f"{solver.variables:,} variables, {solver.variables_after_reduction:,} after reduction, "
-        f"{solver.seconds:.1f} s; {proof} for the integer program of this mesh{meshes}"
+        f"{solver.variables:,} variables, {solver.variables_after_reduction:,} after reduction"
+        f"{seconds}; {proof} for the integer program of this mesh{meshes}"
     )
 
 
@@ -304,14 +313,14 @@ def comparison_view(c: Comparison) -> Iterator[RenderableType]:
 
 
 def _amounts(title: str, rows: Sequence[AmountChange], text: Any) -> Table:
-    table = _table(title, "", "first", "second", "difference")
+    table = new_table(title, "", "first", "second", "difference")
     for row in rows:
         table.add_row(row.what, text(row.first), text(row.second), signed(text(row.difference)))
     return table
 
 
 def _layout_changes(c: Comparison) -> Table:
-    table = _table("Layouts (at rest → for use)", "array", "first", "second", "difference", left=3)
+    table = new_table("Layouts (at rest → for use)", "array", "first", "second", "difference", left=3)
     for row in c.layouts[:MOST_PARAMETERS]:
         count = f"  ×{len(row.paths)}" if len(row.paths) > 1 else ""
         first = row.first if row.first == row.first_use else f"{row.first} → {row.first_use}"

@@ -6,12 +6,17 @@ from collections import Counter
 from collections.abc import Sequence
 
 from autopar.explain.data import Leaf, LeafKind, MethodTotals
+from autopar.explain.pipeline import StageRow
 from autopar.explain.words import SAME_SHARE, axes_text, seconds_text
 from autopar.plan import Axes, Layout, Plan
 from autopar.wording import bytes_text
 
 MOSTLY = 0.98
 """A share of the bytes from which on the rest goes unmentioned."""
+
+
+MOST_STAGES = 4
+"""So many stages are described in a sentence."""
 
 
 def verdict_text(plan: Plan, leaves: Sequence[Leaf], methods: Sequence[MethodTotals], budget_bytes: float) -> str:
@@ -31,6 +36,27 @@ def verdict_text(plan: Plan, leaves: Sequence[Leaf], methods: Sequence[MethodTot
     memory = f"{bytes_text(used)} of {bytes_text(budget_bytes)} a device ({_percent(used / budget_bytes)})"
     sentence = f"{layout}. {time}; {memory}. {_rivals_text(plan, methods)}"
     return sentence[0].upper() + sentence[1:].rstrip()
+
+
+def pipeline_verdict(
+    plan: Plan, stages: Sequence[StageRow], step_seconds: float, single: MethodTotals, budget_bytes: float
+) -> str:
+    """How the devices share the model, what a step costs, and what the best plan without a pipeline would cost."""
+    parts = [f"{row.first} … {row.last} on {len(row.devices)} devices ({row.mesh})" for row in stages[:MOST_STAGES]]
+    if len(stages) > MOST_STAGES:
+        parts.append(f"{len(stages) - MOST_STAGES} more stages")
+    busy = [row.busy_fraction for row in stages]
+    held = max(row.peak_bytes for row in stages)
+    sentence = (
+        f"{'; '.join(parts)}. {seconds_text(step_seconds)} a step predicted, in which stages work {min(busy):.0%} to "
+        f"{max(busy):.0%} of the time; {bytes_text(held)} of {bytes_text(budget_bytes)} a device "
+        f"({_percent(held / budget_bytes)})."
+    )
+    if single.step_seconds is not None and single.fits:
+        sentence += f" Without a pipeline: {_ratio_text(single.step_seconds / plan.step_seconds)}."
+    elif single.step_seconds is not None:
+        sentence += " Without a pipeline no plan keeps the memory budget."
+    return sentence
 
 
 def _percent(share: float) -> str:

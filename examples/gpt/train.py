@@ -56,6 +56,9 @@ class Settings:
     sample_tokens: int = 160
     checkpoint_every: int = 150
     cpu_devices: int = 8
+    data_dir: Path | None = None
+    hosts: int = 1
+    stages: int | None = None
 
     def gpt_config(self) -> model.GPTConfig:
         preset = model.PRESETS[self.preset]
@@ -86,6 +89,13 @@ class Settings:
         config = self.gpt_config()
         init_fn = partial(model.create_state, jax.random.key(self.seed), config, self.optimizer_config())
         return Task("GPT", model.parameter_count(config), init_fn, model.train_step)
+
+    def planning_options(self) -> dict[str, Any]:
+        """What is asked of the planner besides the method."""
+        options: dict[str, Any] = {} if self.stages is None else {"stages": self.stages}
+        if self.hosts > 1:
+            options["cluster"] = spread_over_hosts(self.hosts)
+        return options
 
 
 TrainStep = Callable[[model.TrainState, model.Batch], tuple[model.TrainState, model.Metrics]]
@@ -122,13 +132,28 @@ class PlainStep:
         return self._step(state, batch)
 
 
-def make_step(method: str, train_step: TrainStep = model.train_step) -> Step:
-    """The train step under `method`: a method of autopar, or `none`."""
+def make_step(method: str, train_step: TrainStep = model.train_step, **options: Any) -> Step:
+    """The train step under `method`: a method of autopar with options, or `none`."""
     if method == NO_PLAN:
         return PlainStep(train_step)
     import autopar
 
-    return autopar.parallelize(method=method)(train_step)
+    return autopar.parallelize(method=method, **options)(train_step)
+
+
+def spread_over_hosts(hosts: int) -> Any:
+    """The devices of this process, described as those of several hosts with Ethernet of 1 Gb/s between them.
+
+    What is planned for them is run here all the same; only the wires are faster than the plan believes.
+    """
+    from autopar.cluster import Cluster, Link
+
+    local = Cluster.local()
+    each, rest = divmod(local.num_devices, hosts)
+    if rest:
+        raise SystemExit(f"--hosts {hosts} does not divide the {local.num_devices} devices of this process")
+    ethernet = Link(latency_seconds=2e-4, bytes_per_second=1e8, shared_by=each)
+    return local.replace(name=f"{hosts} hosts with Ethernet", hosts=hosts, devices_per_host=each, network_link=ethernet)
 
 
 def explain(method: str, step: Any, *shapes: Any) -> str:
@@ -271,17 +296,24 @@ def train(
     return state, int(state.step) >= settings.steps
 
 
+def in_one_place(params: Any) -> Any:
+    """Parameters that one program can read: those of a pipeline lie on the devices of their stages, and are fetched."""
+    devices = {frozenset(leaf.sharding.device_set) for leaf in jax.tree.leaves(params)}
+    return params if len(devices) == 1 else jax.device_get(params)
+
+
 def conclude(session: Session, state: model.TrainState, dataset: data.Dataset) -> None:
     """The validation loss and a sample of what the model writes."""
     settings, config = session.settings, session.settings.gpt_config()
+    params = in_one_place(state.params) if settings.validation_batches or settings.sample_tokens else None
     if settings.validation_batches:
         held_out = data.BatchIterator(dataset.validation, settings.batch_size, config.sequence)
         batches = [next(held_out) for _ in range(settings.validation_batches)]
-        loss = generate.mean_loss(state.apply_fn, state.params, batches)
+        loss = generate.mean_loss(state.apply_fn, params, batches)
         session.console.print(f"validation loss {loss:.3f} nats per token", highlight=False)
     if settings.sample_tokens:
         prompt = dataset.encode(PROMPT)
-        tokens = generate.sample(state.apply_fn, state.params, prompt, config.sequence, settings.sample_tokens)
+        tokens = generate.sample(state.apply_fn, params, prompt, config.sequence, settings.sample_tokens)
         session.console.rule("a sample")
         session.console.print(dataset.decode(tokens), markup=False, highlight=False, soft_wrap=True)
         session.console.rule()
@@ -291,7 +323,7 @@ def run(settings: Settings, console: Console) -> int:
     """The whole run; returns the exit status."""
     config, task = settings.gpt_config(), settings.task()
     with console.status("reading the standard library, training the tokenizer"):
-        dataset = data.prepare(settings.run_dir / "data", config.vocab_size, settings.text_bytes)
+        dataset = data.prepare(settings.data_dir or settings.run_dir / "data", config.vocab_size, settings.text_bytes)
     devices = jax.devices()
     console.print(
         f"{task.name} of {task.parameters / 1e6:,.2f} M parameters, {len(dataset.train) / 1e6:.2f} M tokens of "
@@ -300,7 +332,7 @@ def run(settings: Settings, console: Console) -> int:
     )
     batches = data.BatchIterator(dataset.train, settings.batch_size, config.sequence, settings.seed)
     shapes = batches.shapes()
-    step = make_step(settings.method, task.train_step)
+    step = make_step(settings.method, task.train_step, **settings.planning_options())
     with Checkpoints(settings.run_dir / "checkpoints") as checkpoints:
         with console.status("planning, and creating the state"):
             state = step.init(task.init_fn, shapes)
@@ -346,6 +378,11 @@ def shared_options(parser: argparse.ArgumentParser, default: Settings) -> None:
     add("--sample-tokens", type=int, default=default.sample_tokens)
     add("--checkpoint-every", type=int, default=default.checkpoint_every, help="steps between checkpoints")
     add("--cpu-devices", type=int, default=default.cpu_devices, help="virtual devices where there is no accelerator")
+    add("--data-dir", type=Path, help="where text and tokenizer are kept (default: in the run's folder)")
+    add(
+        "--hosts", type=int, default=default.hosts, help="plan as if the devices stood on so many hosts, 1 Gb/s between"
+    )
+    add("--stages", type=int, help="stages of a pipeline (default: the planner's choice)")
 
 
 def parse(arguments: Sequence[str] | None = None) -> Settings:

@@ -1,0 +1,192 @@
+"""From a planned and simulated pipeline to the rows of its explanation: stages, passages, timeline, leaves."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from autopar.cost_model.transfers import Direction, Level, link_loads, transfer_seconds
+from autopar.explain.data import Leaf
+from autopar.explain.layouts import kinds_of_inputs, layouts_in_use, leaf_at
+from autopar.explain.pipeline import PassageRow, Sent, Span, StageRow, TimelineRow, Work
+from autopar.plan import Layout, Stage
+from autopar.schedule.instructions import Part
+from autopar.schedule.orders import in_flight
+from autopar.schedule.pipeline import Pipeline
+from autopar.schedule.stage_program import Crossing, Passing
+from autopar.wording import array_text, source_text
+
+if TYPE_CHECKING:
+    from autopar.cluster import Cluster
+    from autopar.graph.ir import Operator
+    from autopar.inter_op.account import PipelineAccount
+    from autopar.subjects import Subjected
+
+_WORK = {
+    Part.BEFORE: Work.ONCE,
+    Part.FORWARD: Work.FORWARD,
+    Part.BACKWARD: Work.BACKWARD,
+    Part.AFTER: Work.ONCE,
+}
+
+# ---------------------------------------------------------------------------------------------------------------- stages
+
+
+def stage_rows(account: PipelineAccount) -> tuple[StageRow, ...]:
+    """One row for every stage, in order."""
+    pipeline, simulation = account.whole.pipeline, account.simulation
+    order = pipeline.order
+    seconds: dict[tuple[int, Part], float] = defaultdict(float)
+    for event in simulation.tasks:
+        seconds[event.task.stage, event.task.part] += event.end_seconds - event.start_seconds
+    rows = []
+    for number, (lowering, cost) in enumerate(zip(pipeline.stages, account.costs, strict=True)):
+        mesh, operators = order.mesh_of(number), account.forward[number]
+        rows.append(
+            StageRow(
+                number=number + 1,
+                devices=lowering.stage.devices,
+                mesh=lowering.stage.mesh,
+                axes_in_use=_axes_in_use(lowering.stage),
+                first=place_text(operators[0]) if operators else "",
+                last=place_text(operators[-1]) if operators else "",
+                num_operators=len(operators),
+                forward_seconds=seconds[number, Part.FORWARD] / order.num_microbatches,
+                backward_seconds=seconds[number, Part.BACKWARD] / order.num_microbatches,
+                before_seconds=seconds[number, Part.BEFORE],
+                update_seconds=seconds[number, Part.AFTER],
+                busy_fraction=simulation.busy_fractions[mesh],
+                in_flight=in_flight(order, number),
+                state_bytes=cost.state_bytes,
+                peak_bytes=int(simulation.peak_bytes[mesh]),
+            )
+        )
+    return tuple(rows)
+
+
+def _axes_in_use(stage: Stage) -> tuple[str, ...]:
+    used = {axis for layout in stage.homes.values() for axis in layout.axes}
+    used |= {axis for strategy in stage.strategies.values() for axes in strategy.factors for axis in axes}
+    return tuple(name for name in stage.mesh.axis_names if name in used)
+
+
+def place_text(operator: Operator) -> str:
+    """The user's module path with file and line; without a module the line alone."""
+    line = source_text(str(operator.source))
+    path = module_path(operator.source.path)
+    return f"{path} ({line})" if path else line
+
+
+def module_path(names: str) -> str:
+    """``GPT/layer0/norm1`` of the names stack ``transpose(jvp(GPT))/layer0/norm1``: modules without transformations."""
+    parts = (re.sub(r"^(\w+\()*|\)*$", "", part) for part in names.split("/"))
+    return "/".join(part for part in parts if part)
+
+
+# -------------------------------------------------------------------------------------------------------------- passages
+
+
+def passage_rows(account: PipelineAccount, paths: Sequence[str], cluster: Cluster) -> tuple[PassageRow, ...]:
+    """What crosses between stages, by source and target; ``paths`` are those of the step's inputs."""
+    whole, count = account.whole, account.whole.pipeline.order.num_microbatches
+    between: dict[tuple[int, int], list[Crossing]] = defaultdict(list)
+    for crossing in whole.pipeline.crossings:
+        between[crossing.source, crossing.target].append(crossing)
+    rows = []
+    for (source, target), crossings in sorted(between.items()):
+        micro = [one for one in crossings if one.passing is Passing.MICRO]
+        each = sum(one.size_bytes for one in micro)
+        once = sum(one.size_bytes for one in crossings if one.passing is not Passing.MICRO)
+        levels: set[Level] = set()
+        link_bytes = 0
+        for one in crossings:
+            loads = link_loads(whole.transfers[one.number], cluster)
+            levels |= {port.level for port in loads}
+            out = sum(size for port, size in loads.items() if port.direction is Direction.OUT)
+            link_bytes += out * (count if one.passing is Passing.MICRO else 1)
+        rows.append(
+            PassageRow(
+                source=source + 1,
+                target=target + 1,
+                link=_level_text(levels),
+                bytes_per_microbatch=each,
+                bytes_per_step=each * count + once,
+                link_bytes=link_bytes,
+                seconds_per_microbatch=sum(transfer_seconds(whole.transfers[one.number], cluster) for one in micro),
+                sent=_sent(whole.pipeline, crossings, paths),
+            )
+        )
+    return tuple(rows)
+
+
+def _level_text(levels: set[Level]) -> str:
+    if Level.NETWORK in levels:
+        return "network between hosts"
+    return "links inside a host" if levels else "none"
+
+
+def _sent(pipeline: Pipeline, crossings: Sequence[Crossing], paths: Sequence[str]) -> tuple[Sent, ...]:
+    rows = []
+    for crossing in crossings:
+        what, source = array_text(crossing.shape, crossing.dtype), ""
+        if crossing.passing is Passing.START:
+            what = f"{paths[crossing.leaf]} {what}"
+        elif (maker := _maker(pipeline, crossing)) is not None:
+            what, source = f"{what} of {maker.primitive}", place_text(maker)
+        rows.append(Sent(what, source, crossing.size_bytes, crossing.passing is Passing.MICRO))
+    return tuple(sorted(rows, key=lambda row: (-row.size_bytes, row.what)))
+
+
+def _maker(pipeline: Pipeline, crossing: Crossing) -> Operator | None:
+    """The operator on the source stage that makes what crosses."""
+    source = pipeline.stages[crossing.source]
+    value = source.output_place(crossing).buffer.value
+    return next((operator for operator, _ in source.graph.all_operators() if value in operator.results), None)
+
+
+# -------------------------------------------------------------------------------------------------------------- timeline
+
+
+def timeline_rows(account: PipelineAccount) -> tuple[TimelineRow, ...]:
+    """What every mesh does when."""
+    spans: list[list[Span]] = [[] for _ in account.simulation.busy_seconds]
+    stages: list[set[int]] = [set() for _ in spans]
+    for event in account.simulation.tasks:
+        task = event.task
+        microbatch = task.microbatch + 1 if task.part.per_microbatch else 0
+        span = Span(_WORK[task.part], task.stage + 1, microbatch, event.start_seconds, event.end_seconds)
+        spans[event.mesh].append(span)
+        stages[event.mesh].add(task.stage + 1)
+    return tuple(
+        TimelineRow(tuple(sorted(here)), tuple(sorted(row, key=lambda span: span.start_seconds)))
+        for here, row in zip(stages, spans, strict=True)
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- leaves
+
+
+def leaves_on_stages(account: PipelineAccount, subject: Subjected) -> tuple[Leaf, ...]:
+    """Every input of the step, in order; its layout is that on the first stage that holds it, what no stage reads is whole."""
+    kinds, paths = kinds_of_inputs(subject), subject.program.in_paths
+    stages: dict[int, list[int]] = defaultdict(list)
+    found: dict[int, Leaf] = {}
+    for number, lowering in enumerate(account.whole.pipeline.stages, start=1):
+        program = lowering.slices.program
+        used = layouts_in_use(program)
+        for value, end in zip(lowering.graph.inputs, lowering.program.inputs, strict=True):
+            if end.crossing is None:
+                position = end.position
+                stages[position].append(number)
+                if position not in found:
+                    found[position] = leaf_at(value, paths[position], kinds[position], program, lowering.stage, used)
+    for position, value_id in enumerate(subject.graph.inputs):
+        if position not in found:
+            array = subject.graph.values[value_id]
+            whole = Layout(((),) * len(array.shape))
+            found[position] = Leaf(
+                paths[position], kinds[position], array.shape, array.dtype, whole, None, array.size_bytes, 0
+            )
+    return tuple(found[position].on_stages(stages[position]) for position in range(len(paths)))
