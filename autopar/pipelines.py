@@ -6,7 +6,8 @@ under what the method and the user forbid there (:mod:`autopar.inter_op.stages`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import jax
@@ -26,6 +27,7 @@ from autopar.graph.ir import Graph
 from autopar.graph.roles import Role
 from autopar.graph.wishes import Origin, wishes_of
 from autopar.inter_op.assemble import Assembled, assemble_plan, layouts_of_leaves
+from autopar.inter_op.crossings import boundaries
 from autopar.inter_op.examples import CoupledBatchError
 from autopar.inter_op.layers import layers
 from autopar.inter_op.looped import Looped, looped
@@ -48,6 +50,9 @@ from autopar.user_shardings import UserDemands, UserShardings, user_demands, wit
 MICROBATCHES_PER_STAGE = 4
 """Unless told otherwise a pipeline runs up to so many microbatches for each stage: the bubble is then below a fifth."""
 
+FINER = (1, 2, 4)
+"""Layers are looked for so many times as fine as stages, until there are enough."""
+
 
 def wants_pipeline(demands: Demands) -> bool:
     """Whether several stages are demanded."""
@@ -69,10 +74,11 @@ def plan_pipeline(
         one = _as_microbatches(subject, len(devices), cluster, demands)
         loop = loop_of(one)
         report_progress("finding the layers")
-        cuts = layers(loop, one.roles.state_pairs, at_most=len(devices), at_least=len(devices))
+        cuts = cuts_for(loop, one.roles.state_pairs, len(devices))
         if len(cuts) != len(devices) - 1:
+            many = f"{len(cuts) + 1} layers" if cuts else "1 layer"
             refusal = refusal or PlanError(
-                f"the forward pass can be cut into {len(cuts) + 1} layers, too few for {len(devices)} stages; ask for fewer "
+                f"the forward pass can be cut into {many}, too few for {len(devices)} stages; ask for fewer "
                 "stages, or write out layers that stand in one loop (scan), which stays on one stage"
             )
             continue
@@ -87,6 +93,33 @@ def plan_pipeline(
 def loop_of(subject: Subjected) -> Looped:
     """The loop over microbatches in a step that was rewritten as one."""
     return looped(subject.graph, subject.roles.leaves(Role.BATCH), subject.num_microbatches)
+
+
+def cuts_for(loop: Looped, state_pairs: Sequence[tuple[int, int]], num_stages: int) -> tuple[int, ...]:
+    """Where so many stages of about the same work begin; fewer than that many cuts where the model has fewer layers."""
+    found: tuple[int, ...] = ()
+    for finer in FINER:
+        found = layers(loop, state_pairs, at_most=finer * num_stages, at_least=num_stages)
+        if len(found) >= num_stages - 1:
+            return _evenly(found, boundaries(loop, state_pairs).flops.tolist(), num_stages)
+    return found
+
+
+def _evenly(positions: Sequence[int], flops: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """So many of the positions less one that the heaviest run of operators between them is lightest."""
+    ends = [0, *positions, len(flops)]
+    done = [sum(flops[:end]) for end in ends]
+    best: list[tuple[float, tuple[int, ...]]] = [
+        (work, ()) for work in done
+    ]  # by end: heaviest of the runs up to it, cuts
+    for runs in range(2, num_stages + 1):
+        best = [
+            min((max(best[cut][0], done[end] - done[cut]), (*best[cut][1], ends[cut])) for cut in range(runs - 1, end))
+            if end >= runs
+            else (math.inf, ())
+            for end in range(len(ends))
+        ]
+    return best[-1][1]
 
 
 def pipeline_task(

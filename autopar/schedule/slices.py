@@ -205,8 +205,9 @@ class _Slicing:
 
     def _passes(self) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
         parts = dict(zip((o.id for o in self._body.graph.operators), self._stage.parts, strict=True))
-        split = _first(self._body.steps, lambda cause: parts[cause.id] is Part.BACKWARD)
-        forward, rest = list(self._body.steps[:split]), self._body.steps[split:]
+        steps = _once(self._body.steps, self._body.inputs)
+        split = _first(steps, lambda cause: parts[cause.id] is Part.BACKWARD)
+        forward, rest = list(steps[:split]), steps[split:]
         known = _made(forward) | set(self._body.inputs)
         backward: list[Step] = []
         for step in rest:  # what brings a result of the forward pass to its end
@@ -223,7 +224,7 @@ class _Slicing:
         for end, buffer in zip(self._stage.inputs, self._program.inputs, strict=True):
             if end.crossing is not None and end.crossing.passing is Passing.LATE:
                 there[buffer] = end.crossing.segment + 1
-        for step in self._program.steps[self._at + 1 :]:
+        for step in _once(self._program.steps[self._at + 1 :], self._run.results):
             cause = step.operator if isinstance(step, Run) else step.cause
             segment = 0 if cause is None else segment_of.get(cause.id, 0)
             segment = max([segment, *(there.get(buffer, 0) for buffer in _read(step))])
@@ -294,6 +295,16 @@ class _Slicing:
             if new in result_of and leaf in argument_of and leaf.buffer.layout == new.buffer.layout:
                 taken.setdefault(argument_of[leaf], result_of[new])
         return replace(one, donations=tuple(sorted(taken.items())))
+
+
+def _once(steps: Sequence[Step], known: Iterable[Buffer]) -> tuple[Step, ...]:
+    """The steps without those that make again what was there: one array would lie in one place twice."""
+    there, kept = set(known), []
+    for step in steps:
+        if not (isinstance(step, Reshard) and step.target in there):
+            kept.append(step)
+            there.update(_written(step))
+    return tuple(kept)
 
 
 def _first(steps: Sequence[Step], is_meant: Any) -> int:
