@@ -284,7 +284,7 @@ def subcluster(cluster: Cluster, devices: Sequence[int]) -> Cluster:
     if len(devices) == cluster.num_devices:
         return cluster
     per_host = len(devices) // len(hosts)
-    profile = cluster.profile if per_host == cluster.devices_per_host else None
+    profile = None if cluster.profile is None else cluster.profile.of_part(per_host)
     return cluster.replace(hosts=len(hosts), devices_per_host=per_host, profile=profile)
 
 
