@@ -6,6 +6,9 @@ With ``k`` the most cells that one source device sends and ``m`` the cells of a 
     put     one ``jax.device_put`` of all cells at once, one more for those that receivers pass on
     join    one program on the target mesh: ``m`` cells of every device → its landed piece    (not if m = 1)
 
+What runs on the target mesh is started by whoever drives that mesh: two threads that start programs on the same devices may
+start them in different orders on different devices, which then wait for each other for ever.
+
 All of it is asynchronous.  A plain ``jax.device_put`` of the whole array is so only where every device's piece goes to the
 device at the same position of a disjoint mesh of as many; there it is a little quicker, and is used.  Else it waits for
 the source, fetches it to the host and lends the host's memory to the target.
@@ -18,8 +21,8 @@ already made a copy).  Typed PRNG keys travel as their words.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -122,6 +125,19 @@ class _Part(Enum):
     JOIN = "join"
 
 
+@dataclass(frozen=True)
+class Sent:
+    """An array on its way: already ``whole`` on the target mesh, or in ``cells`` by the position and slot of receivers.
+
+    ``shape`` and both are those of its words, where it is an array of keys.
+    """
+
+    shape: tuple[int, ...]
+    key_impl: Any
+    whole: jax.Array | None
+    cells: Mapping[tuple[int, int], jax.Array] = field(default_factory=dict)
+
+
 class Mover:
     """Carries arrays along one transfer; safe to call from several threads.
 
@@ -140,7 +156,11 @@ class Mover:
         self._lock = threading.Lock()
 
     def __call__(self, array: jax.Array) -> jax.Array:
-        """The array in its landing layout on the target mesh; does not wait for it.
+        """:meth:`send`, then :meth:`land`: where one thread drives both meshes."""
+        return self.land(self.send(array))
+
+    def send(self, array: jax.Array) -> Sent:
+        """Put an array on its way, without waiting for it; nothing is run on the target mesh.
 
         Raises ``InternalError`` for an array of another shape or another sharding than the transfer's source.
         """
@@ -152,15 +172,22 @@ class Mover:
             )
         with jax.disable_jit(False):
             if not is_key(array):
-                return self._move(array)
-            words = self._move(jax.random.key_data(array))
-            return jax.random.wrap_key_data(words, impl=jax.random.key_impl(array))
+                return self._send(array, None)
+            return self._send(jax.random.key_data(array), jax.random.key_impl(array))
 
-    def _move(self, array: jax.Array) -> jax.Array:
+    def land(self, sent: Sent) -> jax.Array:
+        """The array in its landing layout on the target mesh, whose thread must call this."""
+        with jax.disable_jit(False):
+            whole = self._join(sent) if sent.whole is None else sent.whole
+            return whole if sent.key_impl is None else jax.random.wrap_key_data(whole, impl=sent.key_impl)
+
+    def _send(self, array: jax.Array, key_impl: Any) -> Sent:
         if (route := self._route) is None:
-            return jax.device_put(np.zeros(array.shape, array.dtype), self.landing_sharding)
+            return Sent(
+                array.shape, key_impl, jax.device_put(np.zeros(array.shape, array.dtype), self.landing_sharding)
+            )
         if self._is_one_to_one:
-            return jax.device_put(array, self.landing_sharding)
+            return Sent(array.shape, key_impl, jax.device_put(array, self.landing_sharding))
         sent = [array] if route.is_whole else self._cut(array)
         target_devices = list(self._target_mesh.devices.flat)
         of_sender = [_by_position(one, self._source_mesh) for one in sent]
@@ -172,7 +199,7 @@ class Mover:
             may_alias=False if route.is_whole else None,
         )
         _put({to: cells[origin] for origin, to in route.relays}, cells, target_devices)
-        return self._join(array, cells)
+        return Sent(array.shape, key_impl, None, cells)
 
     def _cut(self, array: jax.Array) -> list[jax.Array]:
         """Arrays over the source mesh, each with one cell of every device."""
@@ -190,14 +217,15 @@ class Mover:
         program = self._program(_Part.CUT, local, [array], self.source_sharding.spec, (spec,) * count)
         return list(program(array))
 
-    def _join(self, array: jax.Array, cells: dict[tuple[int, int], jax.Array]) -> jax.Array:
+    def _join(self, sent: Sent) -> jax.Array:
         """The landed array, from the cells of every device."""
         assert self._route is not None
+        cells = sent.cells
         grid, mesh = self._route.grid, self._target_mesh
         count = int(np.prod(grid, dtype=int))
         rows = [[cells[position, slot] for position in range(mesh.size)] for slot in range(count)]
         if count == 1:
-            return jax.make_array_from_single_device_arrays(array.shape, self.landing_sharding, rows[0])
+            return jax.make_array_from_single_device_arrays(sent.shape, self.landing_sharding, rows[0])
         spec = PartitionSpec(mesh.axis_names)
         cell = rows[0][0].shape
         shape = (cell[0] * mesh.size, *cell[1:])

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import jax
 
 from autopar.errors import InternalError, TransportError
-from autopar.runtime.cross_mesh import Mover
+from autopar.runtime.cross_mesh import Mover, Sent
 from autopar.schedule.cross_mesh import CrossMeshTransfer
 
 _MOST_NAMED = 5
@@ -58,29 +58,32 @@ class InProcessTransport:
         self._movers = {number: Mover(transfer, devices) for number, transfer in transfers.items()}
         self._timeout_seconds = timeout_seconds
         self._changed = threading.Condition()
-        self._posted: defaultdict[Message, deque[jax.Array]] = defaultdict(deque)
+        self._posted: defaultdict[Message, deque[Sent]] = defaultdict(deque)
         self._failure: BaseException | None = None
 
     def send(self, message: Message, array: jax.Array) -> None:
         """Put the array on its way and post the message; see :class:`Transport`."""
         if (mover := self._movers.get(message.transfer)) is None:
             raise InternalError(f"{message} is in no table of transfers; report this with the program")
-        landed = mover(array)
+        sent = mover.send(array)
         with self._changed:
-            self._posted[message].append(landed)
+            self._posted[message].append(sent)
             self._changed.notify_all()
 
     def receive(self, message: Message) -> jax.Array:
         """The oldest array sent under that name; see :class:`Transport`."""
+        return self._movers[message.transfer].land(self._oldest(message))
+
+    def _oldest(self, message: Message) -> Sent:
         with self._changed:
             self._changed.wait_for(
                 lambda: self._posted.get(message) or self._failure is not None, self._timeout_seconds
             )
             if waiting := self._posted.get(message):
-                array = waiting.popleft()
+                sent = waiting.popleft()
                 if not waiting:
                     del self._posted[message]
-                return array
+                return sent
             if self._failure is not None:
                 raise TransportError(f"{message} will not come: another mesh failed, see the cause") from self._failure
             raise TransportError(
