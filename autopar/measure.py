@@ -30,10 +30,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from autopar.cluster import Cluster
 from autopar.cost_model.collectives import Collective, wire_bytes
 from autopar.errors import ClusterError
-from autopar.profile import SKINNINESS, CollectiveCurve, Curve, ProductCurve, ProductShape, Profile
+from autopar.profile import SKINNINESS, CollectiveCurve, Curve, Dispatch, ProductCurve, ProductShape, Profile
 from autopar.profile_file import machine_name
 
 CHAIN = 9
+CALL_ARGUMENTS = 64
+"""About as many arrays as an executable of a pipeline is given."""
+ALONE_SIDE = 512
 KERNELS_OF_A_TRIP = 4
 LEAST_TRIPS, MOST_TRIPS, MOST_LOOPED_BYTES = 32, 512, 1 << 28
 """Of a loop: enough for its trips to outweigh the call, which allocates the result anew; few enough to end soon."""
@@ -98,6 +101,7 @@ def measure(effort: Effort = FULL, say: Callable[[str], None] = lambda message: 
         collectives=tuple(bench.collectives()),
         products=tuple(bench.products()),
         elementwise=bench.elementwise(),
+        dispatch=bench.dispatch(),
     )
 
 
@@ -155,6 +159,22 @@ class _Bench:
             samples[2.0 * array_bytes] = max(trip - counter, single / KERNELS_OF_A_TRIP)
         return _curve(samples)
 
+    def dispatch(self) -> Dispatch:
+        """A call that does almost nothing, an array of one page from device to device, and products on one device alone."""
+        self._say("calls of executables")
+        devices = self._devices
+        small = [jax.device_put(np.float32(number), devices[0]) for number in range(CALL_ARGUMENTS)]
+        tiny = jax.jit(lambda *numbers: numbers[0] + 1.0, keep_unused=True).lower(*small).compile()
+        page = jax.device_put(np.zeros(1024, np.float32), devices[0])
+        side = ALONE_SIDE if ALONE_SIDE in self._effort.sides else self._effort.sides[-1]
+        together = self._product_seconds("float32", side, side)
+        one = _Bench(devices[:1], self._effort, self._say)
+        return Dispatch(
+            call_seconds=self._least(lambda: tiny(*small)),
+            message_seconds=self._least(lambda: jax.device_put(page, devices[-1], may_alias=False)),
+            alone_speed=max(1.0, together / one._product_seconds("float32", side, side)),
+        )
+
     # -------------------------------------------------------------------------------------------------------- how to time
 
     def _mesh(self, group_size: int) -> jax.sharding.Mesh:
@@ -210,6 +230,16 @@ class _Bench:
         counts = [jax.device_put(np.int32(count), NamedSharding(mesh, PartitionSpec())) for count in (1, trips + 1)]
         compiled = jax.jit(local).lower(counts[0], x).compile()
         return self._difference(*(lambda count=count: compiled(count, x) for count in counts), extra=trips)
+
+    def _least(self, call: Callable[[], Any]) -> float:
+        """The fewest seconds in which a call's result is there."""
+        jax.block_until_ready(call())
+        best, started = float("inf"), time.perf_counter()
+        while time.perf_counter() - started < self._effort.seconds:
+            begun = time.perf_counter()
+            jax.block_until_ready(call())
+            best = min(best, time.perf_counter() - begun)
+        return best
 
     def _difference(self, short: Callable[[], Any], long: Callable[[], Any], *, extra: int) -> float:
         """Seconds of one link: what the long chain takes beyond the short one, by the number of links that it has more."""
@@ -301,6 +331,10 @@ def profile_rows(profile: Profile) -> Iterable[tuple[str, str, str]]:
     for product in profile.products:
         yield f"{product.shape.value} products, {product.dtype}", *_ends(product.curve, "FLOP/s")
     yield "elementwise kernels", *_ends(profile.elementwise, "B/s")
+    if (dispatch := profile.dispatch) is not None:
+        yield "a call", f"{dispatch.call_seconds * 1e6:.1f} µs", ""
+        yield "a message", f"{dispatch.message_seconds * 1e6:.1f} µs", ""
+        yield "a device alone", "", f"{dispatch.alone_speed:.2f} × as fast"
 
 
 def _ends(curve: Curve, unit: str) -> tuple[str, str]:

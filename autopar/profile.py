@@ -6,6 +6,8 @@ A profile holds *curves*: seconds as a function of an amount, all devices of one
     products        by dtype and shape       of the FLOPs of one matrix product on one device
     elementwise                              of the bytes that one kernel on one device reads and writes
 
+and what only several executables show that take turns and run side by side (:class:`Dispatch`).
+
 A curve is made to rise (isotonic by running maximum: more work never takes less time), is piecewise linear between its
 points, flat below the first – the latency, or the cost of starting a kernel – and goes on beyond the last at the rate of
 its last rising segment.
@@ -25,7 +27,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 
@@ -134,6 +136,25 @@ class ProductCurve:
 
 
 @dataclass(frozen=True)
+class Dispatch:
+    """Seconds of a call of an executable beyond its work, and of a small array from device to device; how many times faster
+    one device computes while the others of its host idle (1: it does not).
+
+    Raises ``ClusterError`` for seconds that are not finite and above zero, or a speed below 1.
+    """
+
+    call_seconds: float
+    message_seconds: float
+    alone_speed: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("call_seconds", 0.0), ("message_seconds", 0.0), ("alone_speed", 1.0)):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0 and value >= least):
+                raise ClusterError(f"{name} is {value!r}; give a finite number {'above zero' if not least else 'of 1 or more'}")
+
+
+@dataclass(frozen=True)
 class Profile:
     """Everything measured on the devices of one host; where and when (ISO 8601) it was.
 
@@ -149,6 +170,7 @@ class Profile:
     collectives: tuple[CollectiveCurve, ...]
     products: tuple[ProductCurve, ...]
     elementwise: Curve
+    dispatch: Dispatch | None = None
 
     def __post_init__(self) -> None:
         _refuse_twice("collectives", ((one.kind, one.group_size) for one in self.collectives))
@@ -156,6 +178,13 @@ class Profile:
 
     def __hash__(self) -> int:
         return hash((self.machine, self.measured_at, self.platform, self.num_devices))
+
+    def of_part(self, num_devices: int) -> Profile:
+        """What of it holds for so many devices of the host while the others work as well: all but larger groups."""
+        if num_devices == self.num_devices:
+            return self
+        collectives = tuple(one for one in self.collectives if one.group_size <= num_devices)
+        return replace(self, num_devices=num_devices, collectives=collectives)
 
     def collective(self, kind: str, group_size: int) -> Curve | None:
         """The curve over wire bytes for groups of that size, or of the measured size nearest by ring factor."""

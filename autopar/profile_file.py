@@ -12,6 +12,7 @@ environment variable ``AUTOPAR_PROFILE`` names another file, or ``none`` for no 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import platform as host
@@ -24,7 +25,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from autopar.errors import ClusterError
-from autopar.profile import CollectiveCurve, Curve, ProductCurve, ProductShape, Profile, Samples
+from autopar.profile import CollectiveCurve, Curve, Dispatch, ProductCurve, ProductShape, Profile, Samples
 
 FILE_FORMAT = "autopar-profile"
 FILE_VERSION = 1
@@ -51,6 +52,12 @@ class _Product(Struct, forbid_unknown_fields=True):
     samples: _Samples
 
 
+class _Dispatch(Struct, forbid_unknown_fields=True):
+    call_seconds: _Positive
+    message_seconds: _Positive
+    alone_speed: Annotated[float, Meta(ge=1)]
+
+
 class _Profile(Struct, forbid_unknown_fields=True, kw_only=True):
     jax_version: str
     platform: str
@@ -61,6 +68,7 @@ class _Profile(Struct, forbid_unknown_fields=True, kw_only=True):
     collectives: tuple[_Collective, ...]
     products: tuple[_Product, ...]
     elementwise: _Samples
+    dispatch: _Dispatch | None = None
 
 
 class _File(Struct, forbid_unknown_fields=True):
@@ -123,6 +131,7 @@ def save_profile(profile: Profile, path: str | Path) -> None:
             _Product(one.dtype, one.itemsize_bytes, one.shape, one.curve.samples) for one in profile.products
         ),
         elementwise=profile.elementwise.samples,
+        dispatch=None if profile.dispatch is None else _Dispatch(**dataclasses.asdict(profile.dispatch)),
     )
     data = msgspec.json.encode(_File(FILE_FORMAT, FILE_VERSION, stored))
     target = Path(os.path.realpath(path))
@@ -197,6 +206,7 @@ def _profile(path: str, stored: _Profile) -> Profile:
                 for number, one in enumerate(stored.products)
             ),
             elementwise=_curve("elementwise", stored.elementwise),
+            dispatch=None if stored.dispatch is None else Dispatch(**msgspec.structs.asdict(stored.dispatch)),
         )
     except ClusterError as error:
         raise ClusterError(f"{path}: $.profile.{error}") from error

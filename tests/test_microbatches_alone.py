@@ -120,7 +120,7 @@ def step_of(loss: Any) -> Any:
     return step
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.verify)])
 @pytest.mark.parametrize("loss", ALONE, ids=lambda loss: loss.__name__)
 def test_each_microbatch_is_its_own_batch(loss: Any, count: int) -> None:
     with precision(jnp.float64):
@@ -153,7 +153,7 @@ class Normalised(nn.Module):
         return nn.Dense(6, param_dtype=float)(x)
 
 
-@pytest.mark.parametrize("rng", ["exact", "per_microbatch"])
+@pytest.mark.parametrize("rng", ["per_microbatch", pytest.param("exact", marks=pytest.mark.verify)])
 def test_batch_norm_with_dropout_and_running_statistics(rng: str) -> None:
     """Running statistics are the means of those that the microbatches alone would leave; metrics of all kinds."""
     count, model, keys = 2, Normalised(), [jax.random.key(8), jax.random.key(9)]
@@ -204,7 +204,7 @@ def test_batch_norm_with_dropout_and_running_statistics(rng: str) -> None:
         same(parallel(step, count, rng=rng)(jax.tree.map(jnp.array, state), batch), expected)
 
 
-@pytest.mark.parametrize("name", ["wide_resnet", "two_tower"])
+@pytest.mark.parametrize("name", ["two_tower", pytest.param("wide_resnet", marks=pytest.mark.verify)])
 def test_models_are_means_of_their_microbatches(name: str) -> None:
     """One step of momentum or Adagrad is compared by what it makes of the mean gradient; the loss is the mean loss."""
     count = 2

@@ -43,20 +43,11 @@ MOST_STAGES = {"gpt_scan": 1, "lstm": 3}
 SAMPLE = (
     ("gpt", 2, 4, "1f1b"),
     ("mlp_nnx", 4, 8, "gpipe"),
-    ("moe", 2, 2, "eager_1f1b"),
+    ("unet", 2, 1, "eager_1f1b"),
     ("llama_nnx", 4, 2, "1f1b"),
-    ("wide_resnet", 4, 1, "eager_1f1b"),
-    ("mlp_nnx", 2, 8, "eager_1f1b"),
-    ("lstm", 2, 1, "gpipe"),
-    ("mlp_nnx", 4, 4, "eager_1f1b"),
+    ("gpt_remat", 2, 2, "gpipe"),
+    ("t5", 2, 2, "eager_1f1b"),
 )
-"""Model, stages, microbatches, schedule: every pair of stages and microbatches; gpt ties its embedding and clips by the
-global norm, lstm draws dropout.
-"""
-
-
-def pipeline(function: Any, stages: Any, count: int | None = None, **options: Any) -> Any:
-    return autopar.parallelize(function, stages=stages, num_microbatches=count, cluster=eight_slow_devices(), **options)
 
 
 def check(name: str, stages: int, count: int, schedule: str) -> None:
@@ -227,7 +218,15 @@ def test_a_stage_on_every_device() -> None:
     assert [stage.devices for stage in plan.stages] == [(k,) for k in range(len(plan.stages))]
 
 
-@pytest.mark.parametrize("method", ["data_parallel", "zero2", "zero3", "tensor_parallel"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "zero3",
+        "tensor_parallel",
+        pytest.param("data_parallel", marks=pytest.mark.verify),
+        pytest.param("zero2", marks=pytest.mark.verify),
+    ],
+)
 def test_methods_inside_stages(method: str) -> None:
     step = pipeline(train_step, 2, 2, method=method)
     same(after_two(step, step.init(make_state, examples())), after_two(jax.jit(train_step), make_state()))

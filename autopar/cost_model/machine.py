@@ -74,12 +74,12 @@ def make_machine(cluster: Cluster, devices: Sequence[Sequence[int]], max_speed: 
     """The machine of meshes on the given device ids of a cluster.
 
     ``max_speed`` says how much faster than with all devices at work a mesh becomes if the others are idle: at most
-    ``cluster.compute_shared_by``, which is also the default; 1 where nothing is shared.
+    ``cluster.compute_shared_by``; 1 where nothing is shared.  Default: as measured, or else that most.
 
     Raises ``ClusterError`` for ids outside the cluster or on two meshes, or a speed outside 1 … ``compute_shared_by``.
     """
     sharing = cluster.compute_shared_by
-    speed = float(sharing) if max_speed is None else max_speed
+    speed = _alone_speed(cluster) if max_speed is None else max_speed
     if not 1 <= speed <= sharing:
         raise ClusterError(
             f"max_speed is {max_speed!r}; give 1 to {sharing}, the compute_shared_by of {cluster.name!r}"
@@ -98,6 +98,12 @@ def make_machine(cluster: Cluster, devices: Sequence[Sequence[int]], max_speed: 
                 for kind in kinds:
                     units[Resource(kind, host, number)] = link.bytes_per_second
     return Machine(tuple(_processor(mesh, sharing, speed) for mesh in devices), units)
+
+
+def _alone_speed(cluster: Cluster) -> float:
+    most = float(cluster.compute_shared_by)
+    dispatch = None if cluster.profile is None else cluster.profile.dispatch
+    return most if dispatch is None else min(dispatch.alone_speed, most)
 
 
 def message_load(pieces: Iterable[tuple[int, int, float]], cluster: Cluster) -> Load:

@@ -1,6 +1,7 @@
 """What a pipeline will cost: its executables priced one by one, its lists of instructions simulated.
 
-An executable takes Σ runs + Σ collectives seconds, as a whole step does (:mod:`autopar.cost_model.predict`); what of it is
+An executable takes Σ runs + Σ collectives seconds, as a whole step does (:mod:`autopar.cost_model.predict`), and where the
+cluster carries a profile the seconds of a call, of which a step has many; a message takes those of a transfer.  What of it is
 hidden, and what waits, is the simulator's to say, which lets meshes compute side by side and messages travel meanwhile:
 
     step seconds = when the last instruction of the last list is done
@@ -24,6 +25,7 @@ from autopar.cost_model.transfers import cheapest_transfer, finishing_seconds
 from autopar.graph.fusion import Fusion
 from autopar.graph.ir import Phase
 from autopar.plan import CollectiveUse, Memory, Prediction
+from autopar.profile import Dispatch
 from autopar.schedule.cross_mesh import CrossMeshTransfer, Placement
 from autopar.schedule.instructions import Part, Slot, Task
 from autopar.schedule.pipeline import Pipeline, StageLowering, layouts_of_crossing
@@ -43,11 +45,12 @@ class ExecutableCost:
     bytes_moved: float
     temp_bytes: int
     collectives: tuple[CollectiveUse, ...]
+    call_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """Compute and collectives, one after the other."""
-        return self.compute_seconds + self.communication_seconds
+        """The call, compute and collectives, one after the other."""
+        return self.call_seconds + self.compute_seconds + self.communication_seconds
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,12 @@ def executable_cost(one: Executable, fusion: Fusion, cluster: Cluster) -> Execut
         bytes_moved=sum(run.bytes_moved for run in runs),
         temp_bytes=_temp_bytes(one, program, cluster.device.platform.value),
         collectives=collectives,
+        call_seconds=0.0 if (dispatch := _dispatch(cluster)) is None else dispatch.call_seconds,
     )
+
+
+def _dispatch(cluster: Cluster) -> Dispatch | None:
+    return None if cluster.profile is None else cluster.profile.dispatch
 
 
 def _as_program(one: Executable) -> SpmdProgram:
@@ -198,6 +206,9 @@ def machine_of(pipeline: Pipeline, cluster: Cluster) -> Machine:
 
 
 def _load(transfer: CrossMeshTransfer, cluster: Cluster) -> Load:
-    """The load of a message; what finishes it on the target mesh delays it like latency."""
+    """The load of a message; its calls, and what finishes it on the target mesh, delay it like latency."""
     load = message_load(((tile.sender, tile.receiver, transfer.tile_bytes) for tile in transfer.tiles), cluster)
-    return replace(load, latency_seconds=load.latency_seconds + finishing_seconds(transfer, cluster))
+    latency_seconds = load.latency_seconds + finishing_seconds(transfer, cluster)
+    if (dispatch := _dispatch(cluster)) is not None:
+        latency_seconds += dispatch.message_seconds + (dispatch.call_seconds if transfer.moves else 0.0)
+    return replace(load, latency_seconds=latency_seconds)

@@ -7,13 +7,15 @@
                         under which schedule each is fastest
 
 The bound of step 3 hides nothing behind anything; a grouping is planned as long as its bound, less all that could be hidden,
-may still beat the best pipeline so far, ``MOST_PLANNED`` of them at most (fewer of large programs).
+may still beat the best pipeline so far, ``MOST_PLANNED`` of them at most (fewer of large programs).  Of programs that are not
+large, the best pipeline's stages then try to end a layer earlier or later, and to lie on their other meshes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from autopar.errors import BudgetError
 from autopar.inter_op.grouping import Estimates, Grouping, best_groupings, stage_sizes
@@ -87,6 +89,8 @@ class _Search:
         self._tasks, self._counts, self._wanted = tasks, sorted(counts), wanted
         self._enough = to_beat_seconds
         self._best: PipelineFound | None = None
+        self._grouping: Grouping | None = None
+        self._planned: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
         self._refusal: BudgetError | None = None
         self._planners: dict[int, StagePlanner] = {}
         self.starts: dict[int, tuple[int, ...]] = {}
@@ -96,19 +100,30 @@ class _Search:
         task = self._tasks(base)
         if not self._layers(base):
             return None
-        most = min(MOST_PLANNED, max(2, PLANNED_OPERATORS // len(task.loop.graph.operators)))
-        planned: set[tuple[object, ...]] = set()
+        size = len(task.loop.graph.operators)
+        most = min(MOST_PLANNED, max(2, PLANNED_OPERATORS // size))
         for grouping in self._groupings(task):
-            key = (grouping.count, grouping.ends, grouping.sizes)
-            if key in planned:
-                continue
-            if len(planned) >= most or grouping.bound_seconds > NEARLY * self._enough:
+            if len(self._planned) >= most or grouping.bound_seconds > NEARLY * self._enough:
                 break
-            planned.add(key)
             self._plan(grouping)
+        if self._best is not None and size <= PLANNED_OPERATORS:
+            self._climb()
+            self._best = self._planner(self._best.pipeline.order.num_microbatches).refined(self._best)
         if self._best is None and self._refusal is not None and self._enough == float("inf"):
             raise self._refusal
         return self._best
+
+    def _climb(self) -> None:
+        """Move single ends of the best pipeline's stages by a layer, as long as that makes it faster."""
+        before = None
+        while self._grouping is not None and self._grouping is not before:
+            before = self._grouping
+            last = before.ends[-1]
+            for number, end in enumerate(before.ends[:-1]):
+                for moved in (end - 1, end + 1):
+                    ends = (*before.ends[:number], moved, *before.ends[number + 1 :])
+                    if all(a < b for a, b in pairwise((0, *ends))) and ends[-1] == last:
+                        self._plan(replace(before, ends=ends))
 
     def _layers(self, count: int) -> tuple[int, ...]:
         """The positions at which layers begin, but the first."""
@@ -154,7 +169,11 @@ class _Search:
         return self._planners[count]
 
     def _plan(self, grouping: Grouping) -> None:
-        """Plan a grouping exactly, under every schedule that is allowed."""
+        """Plan a grouping exactly, under every schedule that is allowed, unless that was done before."""
+        key = (grouping.count, grouping.ends, grouping.sizes)
+        if key in self._planned:
+            return
+        self._planned.add(key)
         starts = self._layers(grouping.count)
         try:
             cuts = tuple(starts[end - 1] for end in grouping.ends[:-1])
@@ -169,4 +188,4 @@ class _Search:
             return
         for candidate in (found, *(planner.under(found, schedule) for schedule in others)):
             if candidate is not None and candidate.step_seconds < self._enough * (1 - 1e-9):
-                self._best, self._enough = candidate, candidate.step_seconds
+                self._best, self._grouping, self._enough = candidate, grouping, candidate.step_seconds

@@ -214,6 +214,20 @@ class StagePlanner:
         )
         return self._prices[key]
 
+    def refined(self, found: PipelineFound) -> PipelineFound:
+        """The pipeline with other meshes of single stages, where these make the whole step faster.
+
+        A stage's mesh is chosen for its own seconds; what crosses to its neighbours may be quicker on another.
+        """
+        for stage, (program, devices) in enumerate(zip(found.cut.stages, found.layout.devices, strict=True)):
+            own = found.found[stage]
+            for other in self._stage(program, devices).others_of(own):
+                stages = [other if number == stage else one for number, one in enumerate(found.found)]
+                tried = self._simulated(found.layout, found.cut, stages)
+                if tried.step_seconds < found.step_seconds and not any(self._over(tried)):
+                    found = tried
+        return found
+
     def under(self, found: PipelineFound, schedule: Schedule) -> PipelineFound | None:
         """The same stages under another schedule; None where that exceeds the budget."""
         other = self._simulated(replace(found.layout, schedule=schedule), found.cut, found.found)
@@ -270,7 +284,7 @@ def subcluster(cluster: Cluster, devices: Sequence[int]) -> Cluster:
     if len(devices) == cluster.num_devices:
         return cluster
     per_host = len(devices) // len(hosts)
-    profile = cluster.profile if per_host == cluster.devices_per_host else None
+    profile = None if cluster.profile is None else cluster.profile.of_part(per_host)
     return cluster.replace(hosts=len(hosts), devices_per_host=per_host, profile=profile)
 
 

@@ -72,24 +72,33 @@ class Prices:
         if not self._meshes and refusal is not None:
             raise refusal
         self._rows: dict[int, list[MemoryRow]] = {}
-        self._answers: dict[float, PricedStage] = {}
+        self._answers: dict[float, tuple[PricedStage, ...]] = {}
 
     def cheapest(self, seconds_per_byte: float) -> PricedStage:
         """The stage at a price; raises :class:`~autopar.errors.PlanError` when the demands leave none."""
+        return self.by_mesh(seconds_per_byte)[0]
+
+    def by_mesh(self, seconds_per_byte: float) -> tuple[PricedStage, ...]:
+        """The best stage of every mesh at a price, the cheapest first; raises as :meth:`cheapest`."""
         if seconds_per_byte not in self._answers:
             self._answers[seconds_per_byte] = self._solve(seconds_per_byte)
         return self._answers[seconds_per_byte]
 
-    def _solve(self, price: float) -> PricedStage:
-        best: tuple[OnMesh, Solution] | None = None
+    def others_of(self, stage: PricedStage) -> tuple[PricedStage, ...]:
+        """What was found on the other meshes at the price at which a stage was found."""
+        ranked = next(answer for answer in self._answers.values() if any(one is stage for one in answer))
+        return tuple(one for one in ranked if one is not stage)
+
+    def _solve(self, price: float) -> tuple[PricedStage, ...]:
+        solved: list[tuple[float, int, OnMesh, Solution]] = []
         for number, one in enumerate(self._meshes):
             self._task.report_progress(f"solving for mesh {one.choices.mesh}")
             priced = one.model if price == 0 else _with_price(one.model, self._memory(number), price)
             solution = replace(one, model=priced).solve()
-            if best is None or solution.cost < best[1].cost:
-                best = one, solution
-        assert best is not None
-        one, solution = best
+            solved.append((solution.cost, number, one, solution))
+        return tuple(self._stage(one, solution) for _, _, one, solution in sorted(solved, key=lambda row: row[:2]))
+
+    def _stage(self, one: OnMesh, solution: Solution) -> PricedStage:
         tried = tuple(str(mesh.choices.mesh) for mesh in self._meshes)
         graph, options = self._task.graph, solution.options
         choices = called_after_batch(one, stage_of(graph, one.problem, one.quotient, one.choices, options))

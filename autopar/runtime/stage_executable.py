@@ -66,14 +66,15 @@ class StageExecutable:
             donate_argnums=self.donated,
             keep_unused=True,
         )
-        self._shapes = []
+        self.arguments: list[jax.ShapeDtypeStruct] = []
+        """What a call is given, with shardings."""
         for argument, layout in zip(arguments, layouts, strict=True):
             aval = avals[argument.place.buffer.value]
             shape = stored_shape(aval.shape, layout, program.mesh)
-            self._shapes.append(jax.ShapeDtypeStruct(shape, aval.dtype, sharding=stored_sharding(layout, mesh)))
+            self.arguments.append(jax.ShapeDtypeStruct(shape, aval.dtype, sharding=stored_sharding(layout, mesh)))
         started = time.monotonic()
         with jax.disable_jit(False), jax.set_mesh(mesh):
-            self._compiled = jitted.lower(*self._shapes).compile()
+            self._compiled = jitted.lower(*self.arguments).compile()
         self.compile_seconds = time.monotonic() - started
 
     @property

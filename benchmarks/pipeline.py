@@ -1,0 +1,426 @@
+"""What does a pipeline cost beyond the work of its executables, and is it predicted as the clock says?
+
+    python -m benchmarks.pipeline [--rounds 7] [--profile auto|measure|none|FILE]
+
+Four virtual devices, one thread each, so that a device computes like one core whatever the others do.  Two tables:
+
+    overhead    step / critical path − 1, for two stages on a device each and executables of 20 ms or more.  The critical
+                path is simulated from executables timed one by one, with messages and instructions that cost nothing:
+                ``alone``, or ``beside`` the other stage at work, which shows what the two take from each other.  Processor
+                time is what all threads together work: of a step beyond that of its executables it is spent on
+                instructions, whatever else runs on the machine
+    plans       two stages: cuts × microbatches × schedules × devices of each.  ``predicted`` is the planner's cost model with
+                the profile of this machine, ``simulated`` the same simulation with the measured seconds of executables
+
+A plan is judged by the median step of rounds in which all plans take turns; tau and regret as in
+:mod:`benchmarks.ranking`.  Run it alone on the machine: the line with the load says whether it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4 --xla_cpu_multi_thread_eigen=false")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import autopar
+from autopar.cluster import Cluster
+from autopar.compiled import Compiled
+from autopar.cost_model.machine import Machine, Processor
+from autopar.cost_model.pipeline import simulate_pipeline
+from autopar.cost_model.simulate import Work, simulate
+from autopar.inter_op.layers import layers
+from autopar.inter_op.stages import Layout, PipelineFound, PipelineTask, StagePlanner
+from autopar.pipelines import loop_of, pipeline_task, plan_of_pipeline
+from autopar.plan import Schedule
+from autopar.runtime.cross_mesh import Mover
+from autopar.runtime.pipeline import Key, PipelineExecutor
+from autopar.runtime.stage_executable import StageExecutable
+from autopar.schedule.instructions import Part
+from autopar.subjects import Demands, Subjected
+from benchmarks.intra_op import run_in_turn
+from benchmarks.models.base import Batch, Model
+from benchmarks.ranking import priced, tau_text, verdict
+
+BLOCKS, HIDDEN, WIDE, ROWS = 8, 512, 2048, 1024
+CALLS = 5
+OVERHEAD_WANTED, ERROR_WANTED, TAU_WANTED, REGRET_WANTED = 0.05, 0.15, 0.8, 1.05
+APART = ((0,), (1,))
+
+Seconds = Mapping[Key, float]
+"""Of one call of each executable."""
+
+
+def residual_blocks() -> Model:
+    """x ← x + W₂ relu(W₁ x) in ``BLOCKS`` blocks, squared error, SGD with momentum: little to compile, products for the most
+    part.
+    """
+
+    def make_state() -> Any:
+        keys = jax.random.split(jax.random.key(0), 2 * BLOCKS)
+        params = {
+            f"block{k}": {
+                "up": jax.random.normal(keys[2 * k], (HIDDEN, WIDE)) * HIDDEN**-0.5,
+                "down": jax.random.normal(keys[2 * k + 1], (WIDE, HIDDEN)) * 0.1 * WIDE**-0.5,
+            }
+            for k in range(BLOCKS)
+        }
+        return {"params": params, "momentum": jax.tree.map(jnp.zeros_like, params)}
+
+    def loss_of(params: Any, batch: Batch) -> jax.Array:
+        x = batch["x"]
+        for k in range(BLOCKS):
+            block = params[f"block{k}"]
+            x = x + jax.nn.relu(x @ block["up"]) @ block["down"]
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    def train_step(state: Any, batch: Batch) -> tuple[Any, dict[str, jax.Array]]:
+        loss, gradients = jax.value_and_grad(loss_of)(state["params"], batch)
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, state["momentum"], gradients)
+        params = jax.tree.map(lambda p, m: p - 0.01 * m, state["params"], momentum)
+        return {"params": params, "momentum": momentum}, {"loss": loss}
+
+    def make_batch(count: int) -> Batch:
+        random = np.random.default_rng(0)
+        return {name: random.standard_normal((count, HIDDEN), dtype=np.float32) for name in ("x", "y")}
+
+    return Model("residual blocks", make_state, train_step, make_batch, ROWS)
+
+
+# ------------------------------------------------------------------------------------------------------ plans to measure
+
+
+@dataclass(frozen=True)
+class Point:
+    """One plan: so many eighths of the model on the first stage, so many microbatches, a schedule, devices."""
+
+    blocks: int
+    count: int
+    schedule: Schedule = Schedule.ONE_F_ONE_B
+    devices: tuple[tuple[int, ...], ...] = APART
+
+    def __str__(self) -> str:
+        devices = " | ".join(" ".join(map(str, mesh)) for mesh in self.devices)
+        return f"{self.blocks}+{BLOCKS - self.blocks} blocks, N={self.count}, {self.schedule.value}, devices {devices}"
+
+
+def points() -> list[Point]:
+    """Even and uneven stages, on one and on several devices, under every schedule."""
+    found = [Point(blocks, count) for blocks in (2, 4, 6) for count in (2, 4, 8)]
+    for schedule in (Schedule.GPIPE, Schedule.EAGER_ONE_F_ONE_B):
+        found += [Point(4, count, schedule) for count in (2, 4, 8)]
+    pairs = ((0, 1), (2, 3))
+    found += [Point(blocks, count, devices=pairs) for blocks in (2, 4, 6) for count in (2, 8)]
+    found += [Point(blocks, 4, devices=((0,), (1, 2))) for blocks in (2, 4)]
+    found += [Point(blocks, 4, devices=((0, 1), (2,))) for blocks in (4, 6)]
+    return found
+
+
+@dataclass(frozen=True)
+class Built:
+    """A plan, as the planner found it and as it runs."""
+
+    found: PipelineFound
+    executor: PipelineExecutor
+    compiled: Compiled
+
+
+class Builder:
+    """Owns what plans of one number of microbatches share."""
+
+    def __init__(self, model: Model, cluster: Cluster) -> None:
+        self._model, self._cluster = model, cluster
+        self._known: dict[int, tuple[Subjected, Demands, PipelineTask, StagePlanner, tuple[int, ...]]] = {}
+
+    def build(self, point: Point) -> Built:
+        """Plan and compile."""
+        subject, demands, task, planner, starts = self._of_count(point.count)
+        found = planner.plan(Layout((starts[point.blocks - 1],), point.devices, point.schedule))
+        executor = PipelineExecutor(found.pipeline, found.transfers, jax.devices())
+        plan = plan_of_pipeline(subject, task.cluster, demands, found)
+        return Built(found, executor, Compiled(subject, plan, found.pipeline, executor))
+
+    def _of_count(self, count: int) -> tuple[Subjected, Demands, PipelineTask, StagePlanner, tuple[int, ...]]:
+        if count not in self._known:
+            model, cluster = self._model, self._cluster
+            step = autopar.parallelize(stages=APART, num_microbatches=count, cluster=cluster)(model.train_step)
+            subject, _, _ = step.records(model.abstract_state(), model.abstract_batch())
+            loop = loop_of(subject)
+            task = pipeline_task(subject, loop, cluster, step.demands, lambda message: None)
+            starts = layers(loop, task.state_pairs, at_most=BLOCKS)
+            if len(starts) != BLOCKS - 1:
+                raise SystemExit(f"{BLOCKS} blocks gave {len(starts) + 1} layers")
+            self._known[count] = subject, step.demands, task, StagePlanner(task), starts
+        return self._known[count]
+
+
+# ------------------------------------------------------------------------------------------------- seconds of executables
+
+
+@dataclass(frozen=True)
+class Call:
+    """Seconds until results are there, until the call returns, and of processor time; medians of several calls."""
+
+    seconds: float
+    dispatch_seconds: float
+    processor_seconds: float
+
+
+class Subject:
+    """An executable with zeros to run on; what a call takes over is made anew."""
+
+    def __init__(self, executable: StageExecutable) -> None:
+        self._executable = executable
+        taken = set(executable.donated)
+        self._kept = {k: _zeros(shape) for k, shape in enumerate(executable.arguments) if k not in taken}
+
+    def arrays(self) -> list[jax.Array]:
+        """Arguments of one call."""
+        shapes = enumerate(self._executable.arguments)
+        return jax.block_until_ready([self._kept[k] if k in self._kept else _zeros(shape) for k, shape in shapes])
+
+    def timed(self, calls: int = CALLS) -> Call:
+        """Blocking calls."""
+        return _timed(self._executable, self.arrays, calls)
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """The executable runs all the while."""
+        done = threading.Event()
+
+        def work() -> None:
+            while not done.is_set():
+                jax.block_until_ready(self._executable(self.arrays()))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+
+def _timed(call: Callable[[Any], Any], argument: Callable[[], Any], calls: int) -> Call:
+    figures = []
+    for _ in range(calls + 1):
+        given = argument()
+        worked, started = time.process_time(), time.perf_counter()
+        results = call(given)
+        returned = time.perf_counter()
+        jax.block_until_ready(results)
+        figures.append((time.perf_counter() - started, returned - started, time.process_time() - worked))
+    return Call(*map(statistics.median, zip(*figures[1:], strict=True)))  # the first call warms up
+
+
+def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    return jax.device_put(np.zeros(shape.shape, shape.dtype), shape.sharding, may_alias=False)
+
+
+def moved(built: Built) -> Iterator[tuple[int, Call]]:
+    """Every transfer between the stages, by number."""
+    for number, transfer in built.found.transfers.items():
+        mover = Mover(transfer, jax.devices())
+        array = jax.ShapeDtypeStruct(transfer.shape, jnp.float32, sharding=mover.source_sharding)
+        yield number, _timed(mover, partial(_zeros, array), CALLS)
+
+
+# ------------------------------------------------------------------------------------------------------------ overhead
+
+
+def critical_path_seconds(built: Built, seconds: Seconds) -> float:
+    """A step whose messages and instructions cost nothing."""
+    lists = built.found.pipeline.lists.lists
+    work = Work(lambda task: seconds[task.stage, task.part, task.segment])
+    return simulate(lists, work, Machine((Processor(),) * len(lists))).step_seconds
+
+
+def steps(model: Model, compiled: Compiled, rounds: int) -> Call:
+    """Steps of a plan, one after the other."""
+    batch = jax.tree.leaves(model.make_batch(model.batch_size))
+    state = jax.tree.leaves(jax.jit(model.make_state)())
+
+    def step(leaves: list[Any]) -> list[Any]:
+        state[:] = jax.tree.leaves(compiled.run(leaves)[0])
+        return state
+
+    _timed(step, lambda: [*state, *batch], 1)
+    return _timed(step, lambda: [*state, *batch], rounds)
+
+
+def overhead(step_seconds: float, path_seconds: float) -> float:
+    """What a step takes beyond its critical path, as a share of that."""
+    return step_seconds / path_seconds - 1
+
+
+def overhead_tables(model: Model, builder: Builder, rounds: int) -> Iterator[Table]:
+    """Table A, for even and uneven stages."""
+    for point in (Point(4, 4), Point(4, 8, Schedule.GPIPE), Point(2, 4)):
+        built = builder.build(point)
+        executables = built.executor.executables
+        alone = {key: Subject(one).timed() for key, one in executables.items()}
+        beside = {}
+        for stage in (0, 1):
+            with Subject(executables[1 - stage, Part.FORWARD, 0]).at_work():
+                beside.update({key: Subject(one).timed() for key, one in executables.items() if key[0] == stage})
+        step = steps(model, built.compiled, rounds)
+        calls = {key: point.count if key[1].per_microbatch else 1 for key in alone}
+        processor_seconds = sum(calls[key] * call.processor_seconds for key, call in alone.items())
+        paths = [
+            critical_path_seconds(built, {key: call.seconds for key, call in figures.items()})
+            for figures in (alone, beside)
+        ]
+        table = Table(title=f"{point}")
+        table.add_column("stage, executable")
+        for column in ("alone ms", "beside ms", "call returns after ms", "processor ms"):
+            table.add_column(column, justify="right")
+        for key, call in alone.items():
+            name = f"{key[0]} {key[1].value} {key[2]}"
+            times = (call.seconds, beside[key].seconds, call.dispatch_seconds, call.processor_seconds)
+            table.add_row(f"{name} (× {calls[key]})", *map(_ms, times))
+        for number, call in moved(built):
+            times = (call.dispatch_seconds, call.processor_seconds)
+            table.add_row(f"transfer {number}", _ms(call.seconds), "", *map(_ms, times))
+        table.add_row("critical path", *map(_ms, paths), "", _ms(processor_seconds), style="bold")
+        table.add_row("step", _ms(step.seconds), _ms(step.seconds), "", _ms(step.processor_seconds), style="bold")
+        shares = [f"{overhead(step.seconds, path):+.1%}" for path in paths]
+        share = f"{overhead(step.processor_seconds, processor_seconds):+.1%}"
+        table.add_row(f"overhead (wanted: below {OVERHEAD_WANTED:.0%})", *shares, "", share, style="bold")
+        yield table
+
+
+# --------------------------------------------------------------------------------------------------- predicted and clock
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One plan: seconds of a step by the cost model, by simulation of measured executables, by the clock."""
+
+    point: Point
+    predicted_seconds: float
+    simulated_seconds: float
+    clock_seconds: float
+
+
+def from_measured(built: Built, seconds: Seconds, cluster: Cluster) -> float:
+    """The planner's simulation of a step, with executables that take so long when nothing else runs."""
+    sharing, dispatch = cluster.compute_shared_by, cluster.profile and cluster.profile.dispatch
+    fastest = dispatch.alone_speed if dispatch else sharing
+    costs = []
+    for stage, cost in enumerate(built.found.costs):
+        speed = min(fastest, sharing / len(cost.lowering.stage.devices))
+        executables = {
+            (part, segment): replace(
+                one,
+                compute_seconds=seconds[stage, part, segment] * speed,
+                communication_seconds=0.0,
+                call_seconds=0.0,
+            )
+            for (part, segment), one in cost.executables.items()
+        }
+        costs.append(replace(cost, executables=executables))
+    return simulate_pipeline(built.found.pipeline, costs, built.found.transfers, cluster).step_seconds
+
+
+def judge(model: Model, builder: Builder, cluster: Cluster, rounds: int) -> list[Judged]:
+    """Every plan, fastest first."""
+    plans = {point: builder.build(point) for point in points()}
+    clocks = run_in_turn(model, {str(point): built.compiled for point, built in plans.items()}, rounds)
+    measured: dict[tuple[Any, ...], Seconds] = {}
+    found = []
+    for point, built in plans.items():
+        same = (point.blocks, point.count, point.devices)  # schedules share executables
+        if same not in measured:
+            measured[same] = {key: Subject(one).timed(3).seconds for key, one in built.executor.executables.items()}
+        simulated_seconds = from_measured(built, measured[same], cluster)
+        found.append(Judged(point, built.found.step_seconds, simulated_seconds, clocks[str(point)]))
+    return sorted(found, key=lambda one: one.clock_seconds)
+
+
+def plan_table(rows: Sequence[Judged]) -> Table:
+    """Table B."""
+    table = Table(title=f"{len(rows)} plans of {BLOCKS} residual blocks")
+    table.add_column("plan")
+    for column in ("clock ms", "predicted ms", "off by", "simulated ms", "off by"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        cells = []
+        for seconds in (row.predicted_seconds, row.simulated_seconds):
+            cells += [_ms(seconds), f"{overhead(seconds, row.clock_seconds):+.1%}"]
+        table.add_row(str(row.point), _ms(row.clock_seconds), *cells)
+    return table
+
+
+def verdict_table(rows: Sequence[Judged]) -> Table:
+    """Errors, tau and regret of both columns."""
+    table = Table(
+        title=f"wanted: off by ≤ {ERROR_WANTED:.0%}, tau ≥ {TAU_WANTED}, regret ≤ {REGRET_WANTED}",
+    )
+    table.add_column("seconds of a step")
+    for column in ("median off by", "most off by", "plans within", "pairs", "tau", "regret"):
+        table.add_column(column, justify="right")
+    clock = [row.clock_seconds for row in rows]
+    columns: dict[str, Callable[[Judged], float]] = {
+        "predicted": lambda row: row.predicted_seconds,
+        "simulated": lambda row: row.simulated_seconds,
+    }
+    for name, seconds_of in columns.items():
+        said = [seconds_of(row) for row in rows]
+        errors = [abs(overhead(a, b)) for a, b in zip(said, clock, strict=True)]
+        within = sum(error <= ERROR_WANTED for error in errors)
+        ranked = verdict(said, clock)
+        table.add_row(
+            name,
+            f"{statistics.median(errors):.1%}",
+            f"{max(errors):.1%}",
+            f"{within} of {len(rows)}",
+            str(ranked.pairs),
+            tau_text(ranked.tau),
+            f"{ranked.regret:.3f}",
+        )
+    return table
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f}"
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--profile", default="auto", help="auto (measure if there is none), measure, none, or a file")
+    parser.add_argument("--only", choices=("overhead", "plans"), help="one of the tables")
+    arguments = parser.parse_args()
+    console = Console(width=130)
+    cluster = priced(arguments.profile, True)
+    model = residual_blocks()
+    builder = Builder(model, cluster)
+    if arguments.only != "plans":
+        for table in overhead_tables(model, builder, arguments.rounds):
+            console.print(table)
+    if arguments.only != "overhead":
+        rows = judge(model, builder, cluster, arguments.rounds)
+        console.print(plan_table(rows))
+        console.print(verdict_table(rows))
+    load = ", ".join(f"{load:.1f}" for load in os.getloadavg())
+    console.print(f"jax {jax.__version__}, {os.cpu_count()} cores, load {load}: 2 or less if nothing else ran")
+
+
+if __name__ == "__main__":
+    main()
