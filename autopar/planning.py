@@ -139,7 +139,7 @@ def _hopeful(counts: list[int], subject: Subjected, cluster: Cluster, demands: D
         return counts
     fullest = max(sum(row.values()) for row in critical_moments(graph, fuse(graph)))
     fitting = [count for count in counts if state + (fullest - state) / count <= HOPELESS * budget_bytes]
-    return fitting or counts[-1:]
+    return fitting or list(dict.fromkeys((counts[0], counts[-1])))
 
 
 class _MicrobatchSearch:

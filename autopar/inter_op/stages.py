@@ -266,10 +266,10 @@ class StagePlanner:
         }
         tenants = "; ".join(f"{name}: {bytes_text(held[name])}" for name in sorted(held, key=held.__getitem__)[:-4:-1])
         return BudgetError(
-            f"stage {stage + 1} of {len(result.found)} needs {bytes_text(int(peaks[stage]))} per device under schedule "
-            f"{result.layout.schedule.value!r}, of which {bytes_text(cost.state_bytes)} are state and batch; the budget is "
-            f"{bytes_text(self._task.budget_bytes)}. The largest leaves there are {tenants}. Use more stages or devices, "
-            "more microbatches, another schedule, or raise memory_per_device=."
+            f"no plan keeps {bytes_text(self._task.budget_bytes)} per device: stage {stage + 1} of {len(result.found)} needs "
+            f"{bytes_text(int(peaks[stage]))} under schedule {result.layout.schedule.value!r}, of which "
+            f"{bytes_text(cost.state_bytes)} are state and batch. The largest leaves there are {tenants}. Use more stages "
+            "or devices, more microbatches, another schedule, or raise memory_per_device=."
         )
 
 
