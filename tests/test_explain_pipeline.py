@@ -108,6 +108,19 @@ def test_the_best_plan_of_one_stage_is_the_alternative(explained: PipelineExplan
     assert all(" | " not in row.mesh for row in explained.methods)
 
 
+def test_it_is_compared_with_plans_of_one_mesh(explained: PipelineExplanation) -> None:
+    assert explained.diff(explained).is_empty
+    zero3 = autopar.parallelize(train_step, cluster=two_hosts(), method="zero3")
+    single = autopar.explain(zero3, jax.eval_shape(make_state), examples())
+    there, back = explained.diff(single), single.diff(explained)
+    assert [(row.what, row.first, row.second) for row in there.seconds] == [
+        ("step", explained.step_seconds, single.time.step_seconds)
+    ]
+    assert [row.difference for row in back.bytes] == [-row.difference for row in there.bytes]
+    assert any(row.first_use.endswith("on stage 2") and "stage" not in row.second_use for row in there.layouts)
+    assert " | " in str(there)
+
+
 def test_text_and_html(explained: PipelineExplanation) -> None:
     text = str(explained)
     assert "2 stages, 1f1b over 4 microbatches" in text
@@ -146,16 +159,14 @@ def test_module_paths_leave_transformations_out(names: str, path: str) -> None:
     assert module_path(names) == path
 
 
-def test_after_a_run_and_from_a_file(step: Any, tmp_path: Path) -> None:
-    after_two(step, step.init(make_state, examples()))
-    ran = autopar.explain(step)
-    assert isinstance(ran, PipelineExplanation)
-    assert ran.measured_steps == 2 and ran.measured_seconds == np.median(step.last.step_seconds)
-    assert "measured" in str(ran)
-    step.last.plan.save(tmp_path / "plan.json")
+def test_a_plan_from_a_file_is_explained_after_a_run(explained: PipelineExplanation, step: Any, tmp_path: Path) -> None:
+    step.plan(jax.eval_shape(make_state), examples()).save(tmp_path / "plan.json")
     other = autopar.parallelize(train_step, cluster=two_hosts())
     other.use(autopar.Plan.load(tmp_path / "plan.json"))
     after_two(other, make_state())
-    loaded = autopar.explain(other)
-    assert isinstance(loaded, PipelineExplanation)
-    assert (loaded.stages, loaded.passages, loaded.timeline) == (ran.stages, ran.passages, ran.timeline)
+    ran = autopar.explain(other)
+    assert isinstance(ran, PipelineExplanation)
+    assert ran.measured_steps == 2 and ran.measured_seconds == np.median(other.last.step_seconds)
+    assert "measured" in str(ran) and explained.measured_seconds is None
+    assert (ran.stages, ran.passages, ran.timeline) == (explained.stages, explained.passages, explained.timeline)
+    assert (ran.leaves, ran.alternatives) == (explained.leaves, explained.alternatives)

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autopar.explain.data import Leaf
-from autopar.explain.explanation import Explanation
+from autopar.explain.pipeline import PipelineExplanation
 from autopar.wording import families
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
+
+    from autopar.explain.explanation import Explanation
 
 from autopar.plan import Axes
 
@@ -83,11 +85,11 @@ class Comparison:
         return as_html(self)
 
 
-def compare(first: Explanation, second: Explanation) -> Comparison:
-    """The differences, largest first within layouts."""
+def compare(first: Explanation | PipelineExplanation, second: Explanation | PipelineExplanation) -> Comparison:
+    """The differences, largest first within layouts; of a pipeline seconds and bytes are compared as a whole."""
     ours = {leaf.path: leaf for leaf in first.leaves}
     theirs = {leaf.path: leaf for leaf in second.leaves}
-    names = [f"{e.method} on {e.mesh}" for e in (first, second)]
+    names = [f"{e.method} on {_mesh_text(e)}" for e in (first, second)]
     if names[0] == names[1]:
         names = [f"{name} of {e.cluster}" for name, e in zip(names, (first, second), strict=True)]
     return Comparison(
@@ -101,22 +103,39 @@ def compare(first: Explanation, second: Explanation) -> Comparison:
     )
 
 
+def _mesh_text(explanation: Explanation | PipelineExplanation) -> str:
+    if isinstance(explanation, PipelineExplanation):
+        return " | ".join(str(row.mesh) for row in explanation.stages)
+    return str(explanation.mesh)
+
+
+def _place(leaf: Leaf) -> tuple[str, str]:
+    """The layouts at rest and for use; the stages of a pipeline stand behind the latter."""
+    if not leaf.stages:
+        return leaf.sharding, leaf.use
+    stages = f" on stage {', '.join(map(str, leaf.stages))}"
+    use = leaf.use + stages
+    return (use if leaf.sharding == leaf.use else leaf.sharding), use
+
+
 def _layout_changes(pairs: Iterable[tuple[Leaf, Leaf]]) -> tuple[LayoutChange, ...]:
     alike: dict[tuple[object, ...], dict[str, tuple[Leaf, Leaf]]] = defaultdict(dict)
     for a, b in pairs:
-        if (a.sharding, a.use, a.bytes_per_device) != (b.sharding, b.use, b.bytes_per_device):
-            alike[a.shape, a.dtype, a.kind, a.sharding, a.use, b.sharding, b.use][a.path] = (a, b)
+        if (_place(a), a.bytes_per_device) != (_place(b), b.bytes_per_device):
+            alike[a.shape, a.dtype, a.kind, _place(a), _place(b)][a.path] = (a, b)
     found = []
     for members in alike.values():
         for name, paths in families(members):
             a, b = members[paths[0]]
             count = len(paths)
             sizes = (a.bytes_per_device * count, b.bytes_per_device * count)
-            found.append(LayoutChange(name, paths, a.sharding, a.use, b.sharding, b.use, *sizes))
+            found.append(LayoutChange(name, paths, *_place(a), *_place(b), *sizes))
     return tuple(sorted(found, key=lambda row: (-max(row.first_bytes, row.second_bytes), row.path)))
 
 
-def _seconds_of(explanation: Explanation) -> dict[str, float]:
+def _seconds_of(explanation: Explanation | PipelineExplanation) -> dict[str, float]:
+    if isinstance(explanation, PipelineExplanation):
+        return {"step": explanation.step_seconds}
     time = explanation.time
     amounts = {
         "step": time.step_seconds,
@@ -133,7 +152,9 @@ def _over(axes: Axes) -> str:
     return " × ".join(axes)
 
 
-def _bytes_of(explanation: Explanation) -> dict[str, float]:
+def _bytes_of(explanation: Explanation | PipelineExplanation) -> dict[str, float]:
+    if isinstance(explanation, PipelineExplanation):
+        return {"a device in all": float(explanation.bytes_per_device)}
     memory = explanation.memory
     amounts = {"a device in all": float(memory.total_bytes)}
     amounts.update((kind, float(size)) for kind, size in memory.by_kind)
@@ -142,6 +163,8 @@ def _bytes_of(explanation: Explanation) -> dict[str, float]:
 
 
 def _changes(first: dict[str, float], second: dict[str, float]) -> tuple[AmountChange, ...]:
-    keys = dict.fromkeys((*first, *second))
+    """Figures of both; of a pipeline there are only those of the whole."""
+    is_whole = min(len(first), len(second)) == 1
+    keys = dict.fromkeys(key for key in (*first, *second) if not is_whole or (key in first and key in second))
     rows = (AmountChange(key, first.get(key, 0.0), second.get(key, 0.0)) for key in keys)
     return tuple(row for row in rows if row.first != row.second)

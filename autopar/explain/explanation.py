@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from autopar.cluster import Mesh
     from autopar.explain.compare import Comparison
+    from autopar.explain.pipeline import PipelineExplanation
 
 
 @dataclass(frozen=True, repr=False)
@@ -57,7 +58,7 @@ class Explanation:
     measured: Measured | None
     notes: tuple[str, ...]
 
-    def diff(self, other: Explanation) -> Comparison:
+    def diff(self, other: Explanation | PipelineExplanation) -> Comparison:
         """What another plan for the same step does otherwise, and what that changes in seconds and bytes."""
         from autopar.explain.compare import compare
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
     from autopar.cluster import Mesh
+    from autopar.explain.compare import Comparison
+    from autopar.explain.explanation import Explanation
 
 
 class Work(Enum):
@@ -140,6 +142,12 @@ class PipelineExplanation:
     def bytes_per_device(self) -> int:
         """Bytes on the fullest device at its fullest moment."""
         return max(row.peak_bytes for row in self.stages)
+
+    def diff(self, other: Explanation | PipelineExplanation) -> Comparison:
+        """What another plan for the same step does otherwise, and what that changes in seconds and bytes."""
+        from autopar.explain.compare import compare
+
+        return compare(self, other)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from autopar.explain.pipeline_view import pipeline_view
