@@ -151,7 +151,9 @@ class Dispatch:
         for name, least in (("call_seconds", 0.0), ("message_seconds", 0.0), ("alone_speed", 1.0)):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0 and value >= least):
-                raise ClusterError(f"{name} is {value!r}; give a finite number {'above zero' if not least else 'of 1 or more'}")
+                raise ClusterError(
+                    f"{name} is {value!r}; give a finite number {'above zero' if not least else 'of 1 or more'}"
+                )
 
 
 @dataclass(frozen=True)
