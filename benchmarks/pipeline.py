@@ -3,9 +3,9 @@
     python -m benchmarks.pipeline [--rounds 5] [--profile auto|measure|none|FILE]
 
 Four virtual devices, one thread for each product as far as XLA can be told so; yet it runs kernels that do not depend on
-each other on all cores (and jax 0.12 products as well), so an executable is timed twice: ``alone``, and ``beside`` the other stage at work.  In simulations from measured
-executables two stages share the machine: each works at speed 1 beside the other, and alone at Σ beside / Σ alone.  Two
-tables:
+each other on all cores (and jax 0.12 products as well), so an executable is timed twice: ``alone``, and ``beside`` the
+other stage at work.  In simulations from measured executables two stages share the machine: each works at speed 1 beside
+the other, and alone at Σ beside / Σ alone.  Two tables:
 
     overhead    step / critical path − 1, for two stages on a device each and executables of 20 ms or more.  The critical
                 path is simulated from measured executables, with messages and instructions that cost nothing.  Processor
