@@ -234,11 +234,12 @@ class _Bench:
     def _least(self, call: Callable[[], Any]) -> float:
         """The fewest seconds in which a call's result is there."""
         jax.block_until_ready(call())
-        best, started = float("inf"), time.perf_counter()
-        while time.perf_counter() - started < self._effort.seconds:
+        best, runs, started = float("inf"), 0, time.perf_counter()
+        while runs < self._effort.least_runs or time.perf_counter() - started < self._effort.seconds:
             begun = time.perf_counter()
             jax.block_until_ready(call())
             best = min(best, time.perf_counter() - begun)
+            runs += 1
         return best
 
     def _difference(self, short: Callable[[], Any], long: Callable[[], Any], *, extra: int) -> float:

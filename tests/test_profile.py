@@ -8,21 +8,25 @@ import math
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax import numpy as jnp
 
 import autopar
 from autopar import profile_file
 from autopar.cluster import Cluster, Mesh
 from autopar.cost_model.collectives import Collective, collective_seconds, group_seconds, permute_seconds, wire_bytes
+from autopar.cost_model.machine import make_machine
 from autopar.cost_model.reshard import AffineTable, MeasuredTable, move_seconds, reshard_table
 from autopar.cost_model.roofline import operator_seconds
 from autopar.errors import ClusterError
+from autopar.inter_op.stages import subcluster
 from autopar.measure import Effort, measure
 from autopar.plan import Layout
-from autopar.profile import CollectiveCurve, Curve, ProductCurve, ProductShape, Profile, skinny_ratio
+from autopar.profile import CollectiveCurve, Curve, Dispatch, ProductCurve, ProductShape, Profile, skinny_ratio
 from autopar.profile_file import default_path, find_profile, load_profile, save_profile
 from autopar.schedule.reshard import after_move, layouts_of, moves_between
 from benchmarks.models import build
@@ -179,6 +183,76 @@ def test_cut_and_missing_profiles_are_refused(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ clusters
+
+
+DISPATCH = Dispatch(call_seconds=2e-4, message_seconds=1e-4, alone_speed=4.0)
+
+
+def test_dispatch_survives_its_file_and_may_be_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    save_profile(profile_of(dispatch=DISPATCH), path)
+    assert load_profile(path).dispatch == DISPATCH
+    stored = json.loads(path.read_text())
+    del stored["profile"]["dispatch"]
+    path.write_text(json.dumps(stored))
+    assert load_profile(path) == profile_of()
+    stored["profile"]["dispatch"] = {"call_seconds": 1e-4, "message_seconds": 1e-4, "alone_speed": 0.5}
+    path.write_text(json.dumps(stored))
+    with pytest.raises(ClusterError, match="alone_speed"):
+        load_profile(path)
+
+
+@pytest.mark.parametrize("changes", [{"call_seconds": 0.0}, {"message_seconds": math.nan}, {"alone_speed": 0.9}])
+def test_dispatch_out_of_range_is_refused(changes: dict[str, float]) -> None:
+    with pytest.raises(ClusterError, match=next(iter(changes))):
+        dataclasses.replace(DISPATCH, **changes)
+
+
+def test_a_stage_is_priced_by_what_was_measured_on_its_machine() -> None:
+    cluster = Cluster.local(profile=profile_of(dispatch=DISPATCH))
+    for size in (1, 2, 4):
+        part = subcluster(cluster, range(size))
+        assert part.profile is not None and part.profile.num_devices == size
+        assert {one.group_size for one in part.profile.collectives} == {n for n in (2, 4) if n <= size}
+        assert operator_seconds(1e9, 1e6, "float32", part, product=True) == operator_seconds(
+            1e9, 1e6, "float32", cluster, product=True
+        )
+    assert subcluster(cluster, range(8)).profile is cluster.profile
+
+
+def test_idle_neighbours_make_a_mesh_as_much_faster_as_was_measured() -> None:
+    plain, meshes = Cluster.local(), ((0, 1), (2,))
+    measured = plain.with_profile(profile_of(dispatch=DISPATCH))
+    assert [one.max_speed for one in make_machine(measured, meshes).meshes] == [4.0, 4.0]
+    assert make_machine(plain.with_profile(profile_of()), meshes) == make_machine(plain, meshes)
+    too_much = dataclasses.replace(DISPATCH, alone_speed=100.0)  # noise: a device has no more than the machine
+    bounded = make_machine(plain.with_profile(profile_of(dispatch=too_much)), meshes)
+    assert bounded == make_machine(plain, meshes)
+
+
+def test_a_pipeline_pays_for_its_calls_and_messages() -> None:
+    def step(state: dict[str, jax.Array], batch: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+        def loss_of(w: dict[str, jax.Array]) -> jax.Array:
+            x = batch
+            for name in sorted(w):
+                x = jnp.tanh(x @ w[name])
+            return jnp.mean(x**2)
+
+        loss, gradient = jax.value_and_grad(loss_of)(state)
+        return jax.tree.map(lambda w, g: w - g, state, gradient), loss
+
+    matrix = jax.ShapeDtypeStruct((64, 64), "float32")
+    shapes = dict.fromkeys("abcd", matrix), matrix
+    seconds = []
+    for dispatch in (Dispatch(1e-9, 1e-9, 8.0), Dispatch(1.0, 1e-9, 8.0), Dispatch(1e-9, 1.0, 8.0)):
+        cluster = Cluster.local(profile=profile_of(dispatch=dispatch))
+        wanted = autopar.parallelize(stages=[[0], [1]], num_microbatches=2, schedule="gpipe", cluster=cluster)
+        seconds.append(wanted(step).plan(*shapes).step_seconds)
+    free, calls, messages = seconds
+    # Of a second each: the path has 3 calls forward and 3 back, and of messages 2 each way, since the list of the target
+    # receives the second where the first has been read.
+    assert calls - free >= 6
+    assert messages - free == pytest.approx(4, abs=0.01)
 
 
 def test_a_cluster_with_a_profile_is_another_cluster() -> None:

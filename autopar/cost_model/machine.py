@@ -61,6 +61,11 @@ class Processor:
     max_speed: float = 1.0
     share_of: Amounts = ()
 
+    @property
+    def fastest(self) -> float:
+        """The speed at which it works while all others idle."""
+        return min([self.max_speed, *(1 / share for _, share in self.share_of)])
+
 
 @dataclass(frozen=True)
 class Machine:

@@ -109,12 +109,19 @@ def executable_cost(one: Executable, fusion: Fusion, cluster: Cluster) -> Execut
         bytes_moved=sum(run.bytes_moved for run in runs),
         temp_bytes=_temp_bytes(one, program, cluster.device.platform.value),
         collectives=collectives,
-        call_seconds=0.0 if (dispatch := _dispatch(cluster)) is None else dispatch.call_seconds,
+        call_seconds=_call_seconds(cluster),
     )
 
 
 def _dispatch(cluster: Cluster) -> Dispatch | None:
     return None if cluster.profile is None else cluster.profile.dispatch
+
+
+def _call_seconds(cluster: Cluster) -> float:
+    """A call was timed with all other devices idle, and seconds of tasks are those with all at work."""
+    if (dispatch := _dispatch(cluster)) is None:
+        return 0.0
+    return dispatch.call_seconds * make_machine(cluster, [range(cluster.num_devices)]).meshes[0].fastest
 
 
 def _as_program(one: Executable) -> SpmdProgram:
@@ -155,7 +162,7 @@ def simulate_pipeline(
     cluster: Cluster,
 ) -> Simulation:
     """One step of a pipeline on a cluster; ``costs`` run parallel to its stages."""
-    loads = {number: _load(transfer, cluster) for number, transfer in transfers.items()}
+    loads = {number: transfer_load(transfer, cluster) for number, transfer in transfers.items()}
 
     def slot_bytes(slot: Slot) -> float:
         return costs[slot.stage].slot_bytes[slot.name]
@@ -205,7 +212,7 @@ def machine_of(pipeline: Pipeline, cluster: Cluster) -> Machine:
     return make_machine(cluster, devices)
 
 
-def _load(transfer: CrossMeshTransfer, cluster: Cluster) -> Load:
+def transfer_load(transfer: CrossMeshTransfer, cluster: Cluster) -> Load:
     """The load of a message; its calls, and what finishes it on the target mesh, delay it like latency."""
     load = message_load(((tile.sender, tile.receiver, transfer.tile_bytes) for tile in transfer.tiles), cluster)
     latency_seconds = load.latency_seconds + finishing_seconds(transfer, cluster)
