@@ -33,7 +33,7 @@ from autopar.inter_op.layers import layers
 from autopar.inter_op.looped import Looped, looped
 from autopar.inter_op.pipeline_search import Wanted, search_pipelines
 from autopar.inter_op.stages import (
-    Layout,
+    Arrangement,
     PipelineFound,
     PipelineTask,
     StageDemands,
@@ -91,7 +91,7 @@ def plan_pipeline(
             continue
         task = pipeline_task(one, loop, cluster, demands, report_progress)
         schedule = demands.schedule or Schedule.ONE_F_ONE_B
-        found = StagePlanner(task).plan(Layout(cuts, devices, schedule))
+        found = StagePlanner(task).plan(Arrangement(cuts, devices, schedule))
         return one, plan_of_pipeline(one, cluster, demands, found), None
     assert refusal is not None
     raise refusal
@@ -243,8 +243,8 @@ def plan_of_pipeline(subject: Subjected, cluster: Cluster, demands: Demands, fou
             meshes_tried=tuple(dict.fromkeys(mesh for one in reports for mesh in one.meshes_tried)),
         ),
         num_microbatches=subject.num_microbatches,
-        schedule=found.layout.schedule,
-        cuts=found.layout.cuts,
+        schedule=found.arrangement.schedule,
+        cuts=found.arrangement.cuts,
     )
 
 

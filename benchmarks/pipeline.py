@@ -47,7 +47,7 @@ from autopar.cost_model.machine import Machine, Processor, Resource, ResourceKin
 from autopar.cost_model.pipeline import machine_of, transfer_load
 from autopar.cost_model.simulate import Work, simulate
 from autopar.inter_op.layers import layers
-from autopar.inter_op.stages import Layout, PipelineFound, PipelineTask, StagePlanner
+from autopar.inter_op.stages import Arrangement, PipelineFound, PipelineTask, StagePlanner
 from autopar.pipelines import loop_of, pipeline_task, plan_of_pipeline
 from autopar.plan import Schedule
 from autopar.runtime.cross_mesh import Mover
@@ -149,7 +149,7 @@ class Builder:
     def build(self, point: Point) -> Built:
         """Plan and compile."""
         subject, demands, task, planner, starts = self._of_count(point.count)
-        found = planner.plan(Layout((starts[point.blocks - 1],), point.devices, point.schedule))
+        found = planner.plan(Arrangement((starts[point.blocks - 1],), point.devices, point.schedule))
         executor = PipelineExecutor(found.pipeline, found.transfers, jax.devices())
         plan = plan_of_pipeline(subject, task.cluster, demands, found)
         return Built(found, executor, Compiled(subject, plan, found.pipeline, executor))

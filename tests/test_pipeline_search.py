@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from autopar.inter_op.pipeline_search import Wanted, search_pipelines
-from autopar.inter_op.stages import Layout, PipelineTask, StagePlanner
+from autopar.inter_op.stages import Arrangement, PipelineTask, StagePlanner
 from autopar.plan import Schedule
 from tests.pipeline_enumerator import Best, Case, best_of, cases, cluster_of, device_runs
 
@@ -63,7 +63,7 @@ def test_the_stage_planner_finds_the_referees_pipeline_for_its_layout() -> None:
     best = referee(SLOW)
     step = CASES[SLOW].step(best.candidate.num_microbatches)
     task: PipelineTask = step.task(CASES[SLOW].cluster)
-    found = StagePlanner(task).plan(Layout(best.candidate.cuts, best.candidate.devices, best.candidate.schedule))
+    found = StagePlanner(task).plan(Arrangement(best.candidate.cuts, best.candidate.devices, best.candidate.schedule))
     assert found.step_seconds == pytest.approx(best.step_seconds, rel=ALIKE)
     assert best.candidate.schedule is not Schedule.SINGLE
 

@@ -17,7 +17,7 @@ from autopar.inter_op.accumulate import accumulated
 from autopar.inter_op.examples import examples_of
 from autopar.inter_op.looped import Looped, as_one_trip, looped
 from autopar.inter_op.placing import forward_operators
-from autopar.inter_op.stages import Layout, PipelineFound, PipelineTask, StagePlanner, even_devices
+from autopar.inter_op.stages import Arrangement, PipelineFound, PipelineTask, StagePlanner, even_devices
 from autopar.plan import Schedule
 from benchmarks.models import Model, build
 from tests.toy_runs import eight_slow_devices
@@ -68,5 +68,5 @@ def even_cuts(step: Step, num_stages: int) -> tuple[int, ...]:
 def two_stages(step: Step, schedule: Schedule = Schedule.ONE_F_ONE_B, cluster: Cluster | None = None) -> PipelineFound:
     """The step cut in the middle, each half on half of the devices."""
     cluster = cluster or eight_slow_devices()
-    layout = Layout(even_cuts(step, 2), even_devices(cluster, 2), schedule)
-    return StagePlanner(step.task(cluster)).plan(layout)
+    arrangement = Arrangement(even_cuts(step, 2), even_devices(cluster, 2), schedule)
+    return StagePlanner(step.task(cluster)).plan(arrangement)

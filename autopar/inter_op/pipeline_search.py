@@ -25,7 +25,7 @@ from autopar.inter_op.stages import (
     FIRST_PRICE_SHARE,
     PRICE_STEP,
     RISES,
-    Layout,
+    Arrangement,
     PipelineFound,
     PipelineTask,
     StagePlanner,
@@ -182,7 +182,7 @@ class _Search:
         planner = self._planner(grouping.count)
         first, *others = (self._wanted.schedule,) if self._wanted.schedule else SCHEDULES
         try:
-            found = planner.plan(Layout(cuts, grouping.devices, first))
+            found = planner.plan(Arrangement(cuts, grouping.devices, first))
         except BudgetError as error:
             self._refusal = self._refusal or error
             return

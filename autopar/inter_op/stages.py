@@ -83,7 +83,7 @@ class PipelineTask:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Arrangement:
     """What a pipeline is made of: before which forward operators stages begin, the devices of each, and the schedule."""
 
     cuts: tuple[int, ...]
@@ -95,7 +95,7 @@ class Layout:
 class PipelineFound:
     """A pipeline, planned and simulated; ``found`` are the intra-operator planner's own records of each stage."""
 
-    layout: Layout
+    arrangement: Arrangement
     cut: Cut
     pipeline: Pipeline
     costs: tuple[StageCost, ...]
@@ -119,11 +119,11 @@ class StagePlanner:
         self._prices: dict[Hashable, Prices] = {}
         self._costs: dict[Hashable, StageCost] = {}
 
-    def plan(self, layout: Layout) -> PipelineFound:
-        """The pipeline of a layout; raises :class:`~autopar.errors.BudgetError` where no stage plan keeps the budget."""
-        made = self.cut(layout.cuts)
+    def plan(self, arrangement: Arrangement) -> PipelineFound:
+        """The pipeline of an arrangement; raises :class:`~autopar.errors.BudgetError` where no stage plan keeps the budget."""
+        made = self.cut(arrangement.cuts)
         prices = [0.0] * len(made.stages)
-        result = self._at(layout, made, prices)
+        result = self._at(arrangement, made, prices)
         too_low = list(prices)
         for _ in range(RISES):
             over = self._over(result)
@@ -134,14 +134,19 @@ class StagePlanner:
                     too_low[stage] = prices[stage]
                     first = FIRST_PRICE_SHARE * result.found[stage].seconds / self._task.budget_bytes
                     prices[stage] = PRICE_STEP * prices[stage] or first
-            result = self._at(layout, made, prices)
+            result = self._at(arrangement, made, prices)
         else:
             if any(self._over(result)):
                 raise self._over_budget(result)
-        return self._relaxed(layout, made, result, prices, too_low)
+        return self._relaxed(arrangement, made, result, prices, too_low)
 
     def _relaxed(
-        self, layout: Layout, made: Cut, result: PipelineFound, prices: Sequence[float], too_low: Sequence[float]
+        self,
+        arrangement: Arrangement,
+        made: Cut,
+        result: PipelineFound,
+        prices: Sequence[float],
+        too_low: Sequence[float],
     ) -> PipelineFound:
         """The pipeline at lower prices, where these keep the budget as well and make it faster."""
         if not any(prices):
@@ -151,7 +156,7 @@ class StagePlanner:
                 price and math.sqrt(price * (low or price / PRICE_STEP))
                 for price, low in zip(prices, too_low, strict=True)
             ]
-            other = self._at(layout, made, lower)
+            other = self._at(arrangement, made, lower)
             if any(self._over(other)):
                 too_low = lower
             else:
@@ -160,13 +165,13 @@ class StagePlanner:
                     result = other
         return result
 
-    def _at(self, layout: Layout, made: Cut, prices: Sequence[float]) -> PipelineFound:
+    def _at(self, arrangement: Arrangement, made: Cut, prices: Sequence[float]) -> PipelineFound:
         """The pipeline at a price of memory for every stage, in seconds per byte."""
         found = [
             self._stage(program, devices).cheapest(price)
-            for program, devices, price in zip(made.stages, layout.devices, prices, strict=True)
+            for program, devices, price in zip(made.stages, arrangement.devices, prices, strict=True)
         ]
-        return self._simulated(layout, made, found)
+        return self._simulated(arrangement, made, found)
 
     def _over(self, result: PipelineFound) -> list[bool]:
         return [peak > self._task.budget_bytes for peak in result.simulation.peak_bytes]
@@ -219,30 +224,30 @@ class StagePlanner:
 
         A stage's mesh is chosen for its own seconds; what crosses to its neighbours may be quicker on another.
         """
-        for stage, (program, devices) in enumerate(zip(found.cut.stages, found.layout.devices, strict=True)):
+        for stage, (program, devices) in enumerate(zip(found.cut.stages, found.arrangement.devices, strict=True)):
             own = found.found[stage]
             for other in self._stage(program, devices).others_of(own):
                 stages = [other if number == stage else one for number, one in enumerate(found.found)]
-                tried = self._simulated(found.layout, found.cut, stages)
+                tried = self._simulated(found.arrangement, found.cut, stages)
                 if tried.step_seconds < found.step_seconds and not any(self._over(tried)):
                     found = tried
         return found
 
     def under(self, found: PipelineFound, schedule: Schedule) -> PipelineFound | None:
         """The same stages under another schedule; None where that exceeds the budget."""
-        other = self._simulated(replace(found.layout, schedule=schedule), found.cut, found.found)
+        other = self._simulated(replace(found.arrangement, schedule=schedule), found.cut, found.found)
         return None if any(self._over(other)) else other
 
-    def _simulated(self, layout: Layout, made: Cut, found: Sequence[PricedStage]) -> PipelineFound:
+    def _simulated(self, arrangement: Arrangement, made: Cut, found: Sequence[PricedStage]) -> PipelineFound:
         costs = tuple(
             self._cost(program, one, devices)
-            for program, one, devices in zip(made.stages, found, layout.devices, strict=True)
+            for program, one, devices in zip(made.stages, found, arrangement.devices, strict=True)
         )
         cluster = self._task.cluster
         lowered = [cost.lowering for cost in costs]
-        whole = assemble(made, lowered, Running(layout.schedule, self._task.loop.count), cluster)
+        whole = assemble(made, lowered, Running(arrangement.schedule, self._task.loop.count), cluster)
         simulation = simulate_pipeline(whole.pipeline, costs, whole.transfers, cluster)
-        return PipelineFound(layout, made, whole.pipeline, costs, whole.transfers, simulation, tuple(found))
+        return PipelineFound(arrangement, made, whole.pipeline, costs, whole.transfers, simulation, tuple(found))
 
     def _cost(self, program: StageProgram, found: PricedStage, devices: tuple[int, ...]) -> StageCost:
         """The lowered stage and its price; stages of one structure and plan are lowered and priced once."""
@@ -267,7 +272,7 @@ class StagePlanner:
         tenants = "; ".join(f"{name}: {bytes_text(held[name])}" for name in sorted(held, key=held.__getitem__)[:-4:-1])
         return BudgetError(
             f"no plan keeps {bytes_text(self._task.budget_bytes)} per device: stage {stage + 1} of {len(result.found)} needs "
-            f"{bytes_text(int(peaks[stage]))} under schedule {result.layout.schedule.value!r}, of which "
+            f"{bytes_text(int(peaks[stage]))} under schedule {result.arrangement.schedule.value!r}, of which "
             f"{bytes_text(cost.state_bytes)} are state and batch. The largest leaves there are {tenants}. Use more stages "
             "or devices, more microbatches, another schedule, or raise memory_per_device=."
         )

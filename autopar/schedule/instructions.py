@@ -22,7 +22,6 @@ from enum import Enum
 from typing import TypeAlias
 
 from autopar.errors import InternalError, ScheduleError
-from autopar.plan import Layout
 
 ONCE = -1  # the microbatch number of what happens once in a step
 
@@ -120,22 +119,6 @@ class Free:
 
 Instruction: TypeAlias = Run | Send | Receive | Free
 InstructionList: TypeAlias = Sequence[Instruction]
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """A row of the table that ``Send`` and ``Receive`` refer to: one value that passes from a stage to another.
-
-    ``shape`` is of the whole array; the layouts are on the meshes of the two stages.
-    """
-
-    number: int
-    source_stage: int
-    target_stage: int
-    shape: tuple[int, ...]
-    dtype: str
-    source_layout: Layout
-    target_layout: Layout
 
 
 def _of_microbatch(microbatch: int) -> str:
