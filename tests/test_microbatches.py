@@ -549,7 +549,12 @@ def every_value(graph: Any, leaves: list[Any]) -> dict[int, Any]:
 
 @pytest.mark.parametrize(
     ("name", "method", "count"),
-    [("gpt", "zero3", 2), ("mlp_nnx", "tensor_parallel", 4), ("gpt_scan", "zero3", 4), ("lstm", "zero2", 2)],
+    [
+        ("mlp_nnx", "tensor_parallel", 4),
+        ("lstm", "zero2", 2),
+        pytest.param("gpt", "zero3", 2, marks=pytest.mark.verify),
+        pytest.param("gpt_scan", "zero3", 4, marks=pytest.mark.verify),
+    ],
 )
 def test_models_keep_their_numbers(name: str, method: str, count: int) -> None:
     check_model(name, method, count)

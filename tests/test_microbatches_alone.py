@@ -204,7 +204,8 @@ def test_batch_norm_with_dropout_and_running_statistics(rng: str) -> None:
         same(parallel(step, count, rng=rng)(jax.tree.map(jnp.array, state), batch), expected)
 
 
-@pytest.mark.parametrize("name", ["two_tower", pytest.param("wide_resnet", marks=pytest.mark.verify)])
+@pytest.mark.verify
+@pytest.mark.parametrize("name", ["two_tower", "wide_resnet"])
 def test_models_are_means_of_their_microbatches(name: str) -> None:
     """One step of momentum or Adagrad is compared by what it makes of the mean gradient; the loss is the mean loss."""
     count = 2

@@ -64,6 +64,8 @@ def layers(loop: Looped, state_pairs: Sequence[tuple[int, int]], *, at_most: int
         alone = range(len(flops))  # as if no operator repeated another
         candidates = candidate_positions(crossing, flops, alone, at_most)
     done = np.concatenate([[0.0], np.cumsum(flops)])
+    if len(candidates) + 1 < at_least:  # one operator has most of the work: whatever is narrow will do
+        candidates = tuple(p for p in sorted(set(_narrow_positions(crossing, flops))) if 0 < done[p] < done[-1])
     work = np.diff(done[[0, *candidates, len(flops)]])
     chosen = divide(work, crossing[list(candidates)], at_most)
     return tuple(candidates[number] for number in chosen)

@@ -130,7 +130,7 @@ class _Search:
         if count not in self.starts:
             task = self._tasks(count)
             task.report_progress("finding the layers")
-            self.starts[count] = layers(task.loop, task.state_pairs, at_most=MOST_LAYERS)
+            self.starts[count] = layers(task.loop, task.state_pairs, at_most=MOST_LAYERS, at_least=2)
         return self.starts[count]
 
     def _groupings(self, task: PipelineTask) -> list[Grouping]:
