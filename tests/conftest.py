@@ -1,4 +1,4 @@
-"""Every test sees eight CPU devices, whatever the machine has; property tests are the same in each run.
+"""Every test sees eight CPU devices, whatever the machine has; compilation is quick; property tests are the same in each run.
 
 The variables must stand in the environment before JAX is first imported, hence at the top of the first file that pytest
 loads.  They also reach every process that a test starts.
@@ -10,10 +10,15 @@ import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["AUTOPAR_PROFILE"] = "none"  # what was measured on this machine is no part of a test
-_DEVICES_FLAG = "--xla_force_host_platform_device_count="
+
+_FLAGS = {
+    "--xla_force_host_platform_device_count": "8",
+    # LLVM's optimisations take half of all compilation and change no HLO: tests compile many programs and race none.
+    "--xla_backend_optimization_level": "0",
+}
 os.environ["XLA_FLAGS"] = " ".join(
-    [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICES_FLAG)]
-    + [f"{_DEVICES_FLAG}8"]
+    [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.partition("=")[0] not in _FLAGS]
+    + [f"{name}={value}" for name, value in _FLAGS.items()]
 )
 
 from hypothesis import HealthCheck, settings  # noqa: E402 - after the environment, like all that may import JAX
