@@ -463,11 +463,15 @@ def parallelize(function: Callable[..., Any] | None = None, /, **options: Any) -
     * ``batch_argnums``, ``state_argnums``: arguments (numbers or names) that are batch or state; default inferred.
     * ``donate_argnums``: ``"auto"`` donates the state, ``()`` nothing.
     * ``num_microbatches``: into how many pieces the batch is cut that run one after the other, their gradients summed;
-      the numbers stay those of the whole batch. Default: as few as the memory allows and as is fastest; of a pipeline the
-      largest power of two up to four for each stage.
-    * ``stages``: into how many stages of a pipeline the model is cut, each on as many devices, or the ids of the devices of
-      each stage. ``mesh_shape`` and ``constraints`` then speak of the mesh of a stage.
-    * ``schedule``: in which order the stages run the microbatches: ``"1f1b"`` (default), ``"gpipe"``, ``"eager_1f1b"``.
+      the numbers stay those of the whole batch. Default: as few as the memory allows and as is fastest.
+    * ``stages``: into how many stages of a pipeline the model is cut, or the ids of the devices of each stage.
+      ``mesh_shape`` and ``constraints`` then speak of the mesh of a stage.
+    * ``schedule``: in which order the stages run the microbatches: ``"1f1b"``, ``"gpipe"``, ``"eager_1f1b"``.
+
+    Of a pipeline, ``method="auto"`` searches what is not fixed. Where devices, a mesh shape, constraints or another method
+    are demanded, stages have the same number of devices and about the same work, and run up to four microbatches each
+    under ``"1f1b"``, unless fixed too.
+
     * ``batch_coupling``: where examples of a batch depend on each other through the parameters (batch normalisation, in-batch
       contrast, routing by capacity), ``"refuse"`` cuts no batch, and ``"per_microbatch"`` treats each microbatch as a batch
       of its own: losses, gradients and statistics are then means of the microbatches', which are other numbers.

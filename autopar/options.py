@@ -57,14 +57,19 @@ _EVERY = sorted((*_DEMANDS, *_ARGUMENTS, "cluster", "donate_argnums", *_NAMED))
 
 
 def read_options(given: Mapping[str, Any], known: Options) -> Options:
-    """The options with those given changed; None leaves a demand as it was.
+    """The options with those given changed; None demands nothing, as where an option is not given at all.
 
     Raises TypeError for an unknown name, PlanError, ClusterError or TraceError for a value that is none.
     """
     unknown = [name for name in given if name not in _EVERY]
     if unknown:
         raise TypeError(f"parallelize() got unknown options {unknown}; known are {_EVERY}")
-    demands = {name: _CHECKED[name](given[name]) for name in _DEMANDS if given.get(name) is not None}
+    free = Demands()
+    demands = {
+        name: getattr(free, name) if given[name] is None else _CHECKED[name](given[name])
+        for name in _DEMANDS
+        if name in given
+    }
     if "donate_argnums" in given:
         demands["donate_state"] = _donates(given["donate_argnums"])
     demands |= {name: read(given[name]) for name, read in _NAMED.items() if name in given}

@@ -1,7 +1,8 @@
-"""Pipelines that the user asks for: so many stages, on these devices, in this order.
+"""Pipelines: those that the user asks for, and those that are faster than any plan on one mesh.
 
-The forward pass is cut into stages of about the same work; each stage is laid out on its own devices by the integer program,
-under what the method and the user forbid there (:mod:`autopar.inter_op.stages`).
+What the user leaves open is searched (:mod:`autopar.inter_op.pipeline_search`).  Where devices, mesh shapes or layouts are
+demanded, or a hand-made method is, the forward pass is cut into stages of about the same work; each stage is laid out on
+its own devices by the integer program, under what the method and the user forbid there (:mod:`autopar.inter_op.stages`).
 """
 
 from __future__ import annotations
@@ -76,7 +77,11 @@ def plan_pipeline(
     Raises :class:`~autopar.errors.PlanError` where a demand cannot be met.
     """
     check_patterns(demands.constraints, subject.program.in_paths)
-    refusal: PlanError | None = None
+    if _leaves_layouts_open(subject, demands) and isinstance(demands.stages, int):
+        wanted = Wanted(num_stages=demands.stages, schedule=demands.schedule)
+        if (found := _searched(subject, cluster, demands, wanted, report_progress)) is not None:
+            return found
+    refusal: PlanError | None = None  # what now follows finds finer cuts, or says why there are none
     for devices in _devices_demanded(demands, cluster):
         one = _as_microbatches(subject, len(devices), cluster, demands)
         loop = loop_of(one)
@@ -103,13 +108,7 @@ def may_be_pipeline(subject: Subjected, cluster: Cluster, demands: Demands, whol
     A pipeline idles; what it may save is communication, and work that is repeated to avoid it.  Devices that share their
     cores gain nothing by waiting for each other less, so on one host of them there is none to look for.
     """
-    is_free = (
-        method_of(demands.method).name == "auto"
-        and demands.stages is None
-        and demands.mesh_shape is None
-        and not demands.constraints
-        and (demands.user_shardings is UserShardings.IGNORE or not _says_shardings(subject))
-    )
+    is_free = demands.stages is None and _leaves_layouts_open(subject, demands)
     if not is_free or cluster.num_devices == 1 or not subject.roles.leaves(Role.BATCH):
         return False
     if cluster.hosts == 1 and cluster.compute_shared_by > 1:
@@ -124,15 +123,33 @@ def _useful_seconds(subject: Subjected, cluster: Cluster, whole: Plan) -> float:
     return whole.prediction.compute_seconds * (min(1.0, total / done) if done else 1.0)
 
 
-def _says_shardings(subject: Subjected) -> bool:
-    return bool(subject.wishes.texts)
+def _leaves_layouts_open(subject: Subjected, demands: Demands) -> bool:
+    """Whether neither the method nor the user says how arrays lie on which mesh."""
+    return (
+        method_of(demands.method).name == "auto"
+        and demands.mesh_shape is None
+        and not demands.constraints
+        and (demands.user_shardings is UserShardings.IGNORE or not subject.wishes.texts)
+    )
 
 
 def best_pipeline(
     subject: Subjected, cluster: Cluster, demands: Demands, to_beat_seconds: float, report: Callable[[str], None]
 ) -> tuple[Subjected, Plan, None] | None:
     """The fastest pipeline of two stages or more, if it is faster than ``to_beat_seconds``."""
-    platform = cluster.device.platform.value
+    return _searched(subject, cluster, demands, Wanted(schedule=demands.schedule), report, to_beat_seconds)
+
+
+def _searched(
+    subject: Subjected,
+    cluster: Cluster,
+    demands: Demands,
+    wanted: Wanted,
+    report: Callable[[str], None],
+    to_beat_seconds: float = math.inf,
+) -> tuple[Subjected, Plan, None] | None:
+    """The fastest pipeline that is as wanted; None if none is found, or none as fast."""
+    platform, coupling = cluster.device.platform.value, ""
     known: dict[int, tuple[Subjected, PipelineTask]] = {}
 
     def task(count: int) -> PipelineTask:
@@ -144,17 +161,19 @@ def best_pipeline(
 
     asked = demands.num_microbatches
     counts = counts_of(subject.roles.batch_size) if asked is None else [asked]
-    wanted = Wanted(schedule=demands.schedule)
     try:
         try:
             found = search_pipelines(task, counts, wanted, to_beat_seconds=to_beat_seconds)
-        except CoupledBatchError:
-            found = search_pipelines(task, [1], wanted, to_beat_seconds=to_beat_seconds) if asked is None else None
+        except CoupledBatchError as error:
+            if asked is not None:
+                return None
+            coupling = str(error)
+            found = search_pipelines(task, [1], wanted, to_beat_seconds=to_beat_seconds)
     except BudgetError:
-        return None  # the refusal of the plan on one mesh says more
+        return None  # the refusal of the plan on one mesh, or of one grouping, says more
     if found is None:
         return None
-    one = known[found.pipeline.order.num_microbatches][0]
+    one = replace(known[found.pipeline.order.num_microbatches][0], coupling=coupling)
     return one, plan_of_pipeline(one, cluster, demands, found), None
 
 

@@ -40,7 +40,8 @@ def verify_plan(
     :class:`~autopar.errors.ClusterError` if this process has too few devices to compile for.
     """
     parallel = step if isinstance(step, Parallelized) else parallelize(step)
-    parallel = parallel.with_options(method=method, mesh_shape=mesh_shape)
+    said = {"method": method, "mesh_shape": mesh_shape}
+    parallel = parallel.with_options(**{name: value for name, value in said.items() if value is not None})
     cluster = cluster or parallel.cluster
     if plan is None:
         plan = parallel.plan(*args, cluster=cluster, **kwargs)

@@ -35,14 +35,13 @@ NOISE_PATH, NOISE = "['key']['bias']", 1e-11
 SAMPLE = (
     ("gpt", "auto"),
     ("gpt_scan", "auto"),
-    ("gpt_scan", "zero3"),
     ("gpt_remat", "data_parallel"),
     ("mlp_nnx", "tensor_parallel"),
-    ("llama_nnx", "zero2"),
-    ("moe", "auto"),
+    ("llama_nnx", "zero3"),
+    ("moe", "zero2"),
     ("two_tower", "zero3"),
     ("lstm", "data_parallel"),
-    ("wide_resnet", "auto"),
+    ("wide_resnet", "data_parallel"),
 )
 PRODUCT = tuple((name, method) for name in FAMILIES for method in METHODS)
 

@@ -46,8 +46,6 @@ ALWAYS = (
     ("gpt", "auto-2x4"),
     ("gpt_scan", "zero3"),
     ("mlp_nnx", "auto-2x4"),
-    ("llama_nnx", "auto-2x4"),
-    ("vit", "data parallel"),
     ("two_tower", "data parallel"),
     ("mlp_nnx", "tensor parallel"),
 )

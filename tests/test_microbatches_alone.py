@@ -110,6 +110,7 @@ ALONE = (
     routed_with_capacity,
     normalised_sum,
 )
+DEFAULT = (contrastive, capacity_routed, routed_with_capacity, normalised_sum)
 
 
 def step_of(loss: Any) -> Any:
@@ -121,7 +122,10 @@ def step_of(loss: Any) -> Any:
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.verify)])
-@pytest.mark.parametrize("loss", ALONE, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize(
+    "loss",
+    [pytest.param(loss, id=loss.__name__, marks=[pytest.mark.verify] * (loss not in DEFAULT)) for loss in ALONE],
+)
 def test_each_microbatch_is_its_own_batch(loss: Any, count: int) -> None:
     with precision(jnp.float64):
         state, batch = parameters(np.random.default_rng(0)), examples(np.random.default_rng(1))
@@ -153,7 +157,8 @@ class Normalised(nn.Module):
         return nn.Dense(6, param_dtype=float)(x)
 
 
-@pytest.mark.parametrize("rng", ["per_microbatch", pytest.param("exact", marks=pytest.mark.verify)])
+@pytest.mark.verify
+@pytest.mark.parametrize("rng", ["per_microbatch", "exact"])
 def test_batch_norm_with_dropout_and_running_statistics(rng: str) -> None:
     """Running statistics are the means of those that the microbatches alone would leave; metrics of all kinds."""
     count, model, keys = 2, Normalised(), [jax.random.key(8), jax.random.key(9)]

@@ -8,7 +8,8 @@
 
 The bound of step 3 hides nothing behind anything; a grouping is planned as long as its bound, less all that could be hidden,
 may still beat the best pipeline so far, ``MOST_PLANNED`` of them at most (fewer of large programs).  Of programs that are not
-large, the best pipeline's stages then try to end a layer earlier or later, and to lie on their other meshes.
+large, more and fewer microbatches are tried first, as long as that is faster; last, the best pipeline's stages try to end a
+layer earlier or later, and to lie on their other meshes.
 """
 
 from __future__ import annotations
@@ -102,7 +103,10 @@ class _Search:
             return None
         size = len(task.loop.graph.operators)
         most = min(MOST_PLANNED, max(2, PLANNED_OPERATORS // size))
-        for grouping in self._groupings(task):
+        groupings = self._groupings(task)
+        if size <= PLANNED_OPERATORS:
+            self._walk(groupings)
+        for grouping in groupings:
             if len(self._planned) >= most or grouping.bound_seconds > NEARLY * self._enough:
                 break
             self._plan(grouping)
@@ -112,6 +116,27 @@ class _Search:
         if self._best is None and self._refusal is not None and self._enough == float("inf"):
             raise self._refusal
         return self._best
+
+    def _walk(self, groupings: Sequence[Grouping]) -> None:
+        """Plan the first grouping of the first one's number of microbatches, then of the next numbers while that is faster.
+
+        What a microbatch costs whatever its size is in the estimates of one number only, so that bounds of groupings of
+        different numbers compare badly where microbatches are small.
+        """
+        leaders: dict[int, Grouping] = {}
+        for grouping in groupings:
+            leaders.setdefault(grouping.count, grouping)
+        first = next(iter(leaders), None)
+        if first is None:
+            return
+        self._plan(leaders[first])
+        below = sorted((count for count in leaders if count < first), reverse=True)
+        for counts in (below, sorted(count for count in leaders if count > first)):
+            for count in counts:
+                before = self._enough
+                self._plan(leaders[count])
+                if self._best is not None and self._enough >= before:
+                    break
 
     def _climb(self) -> None:
         """Move single ends of the best pipeline's stages by a layer, as long as that makes it faster."""
@@ -130,7 +155,9 @@ class _Search:
         if count not in self.starts:
             task = self._tasks(count)
             task.report_progress("finding the layers")
-            self.starts[count] = layers(task.loop, task.state_pairs, at_most=MOST_LAYERS, at_least=2)
+            self.starts[count] = layers(
+                task.loop, task.state_pairs, at_most=MOST_LAYERS, at_least=self._wanted.num_stages or 2
+            )
         return self.starts[count]
 
     def _groupings(self, task: PipelineTask) -> list[Grouping]:

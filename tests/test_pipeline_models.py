@@ -1,0 +1,210 @@
+"""Models as pipelines, over schedules, numbers of stages and numbers of microbatches: the numbers of the undecorated step.
+
+Ten steps in float64, every leaf and metric held as :mod:`tests.test_correctness` does.  The default run takes rows in which
+every two of model, schedule, stages and microbatches meet; ``verify`` takes the whole product, of all families.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar.errors import PlanError
+from autopar.plan import Schedule
+from benchmarks.models import FAMILIES, Model, build
+from examples.gpt.model import GPT, GPTConfig
+from tests.test_correctness import STEPS, wrong_leaves
+from tests.toy_runs import Run, eight_slow_devices, precision, run
+
+COUPLED = ("wide_resnet", "two_tower")
+"""Models whose examples depend on each other, so that their batch stays whole."""
+MOST_STAGES = {"gpt_scan": 2, "lstm": 3}
+"""Models most of which is one loop."""
+
+SEQUENCE, VOCABULARY = 16, 128
+
+
+# ------------------------------------------------------------------------------------------------ models of this file
+
+
+def small_gpt(optimizer: optax.GradientTransformation, name: str) -> Model:
+    """A GPT whose loss is the mean over the positions that a mask names, as padded text is trained."""
+    config = GPTConfig(VOCABULARY, 64, 2, heads=8, sequence=SEQUENCE, dtype=jnp.float64, param_dtype=jnp.float64)
+
+    def make_state() -> Any:
+        params = GPT(config).init(jax.random.key(0), jnp.zeros((1, SEQUENCE), jnp.int32))["params"]
+        return {"params": params, "moments": optimizer.init(params)}
+
+    def train_step(state: Any, batch: Any) -> Any:
+        def loss(params: Any) -> jax.Array:
+            logits = GPT(config).apply({"params": params}, batch["tokens"])
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+            return jnp.sum(losses * batch["mask"]) / jnp.sum(batch["mask"])
+
+        value, gradients = jax.value_and_grad(loss)(state["params"])
+        updates, moments = optimizer.update(gradients, state["moments"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "moments": moments}, {"loss": value}
+
+    def make_batch(rows: int) -> Any:
+        rng = np.random.default_rng(0)
+        tokens = rng.integers(0, VOCABULARY, (rows, SEQUENCE + 1), dtype=np.int32)
+        lengths = rng.integers(1, SEQUENCE + 1, (rows, 1))
+        mask = (np.arange(SEQUENCE) < lengths).astype(np.int32)
+        return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "mask": mask}
+
+    return Model(name, make_state, train_step, make_batch, batch_size=8)
+
+
+def masked_gpt() -> Model:
+    return small_gpt(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-3)), "masked GPT")
+
+
+def gpt_with_multi_steps() -> Model:
+    return small_gpt(optax.MultiSteps(optax.adamw(1e-3), every_k_schedule=3).gradient_transformation(), "MultiSteps")
+
+
+MODELS: Mapping[str, Callable[[], Model]] = {
+    **{name: functools.partial(build, name, dtype=jnp.float64) for name in FAMILIES},
+    "gpt_masked": masked_gpt,
+    "gpt_multi_steps": gpt_with_multi_steps,
+}
+NAMED = ("gpt", "gpt_remat", "gpt2", "gpt_masked", "gpt_multi_steps", "t5", "unet", "llama_nnx")
+"""Met by the default run; the first ties its embedding and clips by the global norm, as do the next two; gpt2 drops out."""
+
+
+# ----------------------------------------------------------------------------------------------------------- the product
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One model in so many stages and microbatches; one stage has no schedule."""
+
+    model: str
+    stages: int
+    count: int
+    schedule: Schedule
+
+    @property
+    def pairs(self) -> frozenset[tuple[Any, ...]]:
+        """Every two choices that meet here."""
+        return frozenset(itertools.combinations(dataclasses.astuple(self), 2))
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.stages}-{self.count}-{self.schedule.value}"
+
+
+PIPELINED = (Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.EAGER_ONE_F_ONE_B)
+
+
+def product(models: Iterable[str]) -> list[Row]:
+    """Every row, in an order that keeps a model's rows together."""
+    schedules = {1: (Schedule.SINGLE,), 2: PIPELINED, 4: PIPELINED}
+    return [
+        Row(model, stages, count, schedule)
+        for model in models
+        for stages in schedules
+        for count in (1, 2, 4, 8)
+        for schedule in schedules[stages]
+    ]
+
+
+def covering(rows: Sequence[Row], seed: int) -> list[Row]:
+    """Few rows in which every pair of the product meets: always the row that has most of what is missing."""
+    shuffled = random.Random(seed).sample(rows, len(rows))
+    missing = frozenset[tuple[Any, ...]]().union(*(row.pairs for row in rows))
+    chosen = []
+    while missing:
+        best = max(shuffled, key=lambda row: len(row.pairs & missing))
+        chosen.append(best)
+        missing -= best.pairs
+    return sorted(chosen, key=str)
+
+
+@functools.cache
+def reference(name: str) -> Run:
+    """The undecorated step under ``jax.jit``."""
+    with precision(jnp.float64):
+        model = MODELS[name]()
+        return run(model, jax.jit(model.train_step), jax.jit(model.make_state)(), STEPS)
+
+
+def pipeline(model: Model, row: Row) -> Any:
+    schedule = None if row.stages == 1 else row.schedule
+    return autopar.parallelize(
+        model.train_step,
+        stages=row.stages,
+        num_microbatches=row.count,
+        schedule=schedule,
+        cluster=eight_slow_devices(),
+    )
+
+
+def check(row: Row) -> None:
+    expected = reference(row.model)
+    with precision(jnp.float64):
+        model = MODELS[row.model]()
+        step = pipeline(model, row)
+        got = run(model, step, step.init(model.make_state, model.abstract_batch()), STEPS)
+    plan = step.last.plan
+    assert (len(plan.stages), plan.num_microbatches, plan.schedule) == (row.stages, row.count, row.schedule)
+    assert wrong_leaves(expected.state, got.state) == {}
+    for ours, theirs in zip(got.metrics, expected.metrics, strict=True):
+        assert wrong_leaves(theirs, ours) == {}
+
+
+def refusal_of(row: Row) -> str | None:
+    """What is said of a model that cannot be cut so."""
+    if row.count > 1 and row.model in COUPLED:
+        return r"cannot be cut into microbatches: \w+ at .*\.py:\d+"
+    if row.stages > MOST_STAGES.get(row.model, row.stages):
+        return rf"can be cut into {MOST_STAGES[row.model]} layers, too few for {row.stages} stages"
+    return None
+
+
+def check_or_refusal(row: Row) -> None:
+    refusal = refusal_of(row)
+    if refusal is None:
+        check(row)
+        return
+    with pytest.raises(PlanError, match=refusal):
+        check(row)
+
+
+@pytest.mark.parametrize("row", covering(product(NAMED), seed=0), ids=str)
+def test_every_pair_of_choices(row: Row) -> None:
+    check(row)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("row", product(MODELS), ids=str)
+def test_every_model_schedule_and_size(row: Row) -> None:
+    check_or_refusal(row)
+
+
+@pytest.mark.parametrize(
+    "row", [Row("gpt_scan", 4, 4, Schedule.ONE_F_ONE_B), Row("wide_resnet", 2, 2, Schedule.ONE_F_ONE_B)], ids=str
+)
+def test_what_cannot_be_cut_is_refused(row: Row) -> None:
+    refusal = refusal_of(row)
+    assert refusal is not None
+    model = build(row.model)
+    with pytest.raises(PlanError, match=refusal):
+        pipeline(model, row).plan(model.abstract_state(), model.abstract_batch())
+
+
+def test_the_sample_covers_every_pair() -> None:
+    rows = product(NAMED)
+    sample = covering(rows, seed=0)
+    assert frozenset().union(*(row.pairs for row in sample)) == frozenset().union(*(row.pairs for row in rows))
+    assert len(sample) < len(rows) / 5
