@@ -79,8 +79,8 @@ def plan_pipeline(
     check_patterns(demands.constraints, subject.program.in_paths)
     if _leaves_layouts_open(subject, demands) and isinstance(demands.stages, int):
         wanted = Wanted(num_stages=demands.stages, schedule=demands.schedule)
-        if (found := _searched(subject, cluster, demands, wanted, report_progress)) is not None:
-            return found
+        if (chosen := _searched(subject, cluster, demands, wanted, report_progress)) is not None:
+            return chosen
     refusal: PlanError | None = None  # what now follows finds finer cuts, or says why there are none
     for devices in _devices_demanded(demands, cluster):
         one = _as_microbatches(subject, len(devices), cluster, demands)
