@@ -24,6 +24,7 @@ import autopar
 from autopar.errors import PlanError, TraceError
 from autopar.plan import Plan, Schedule
 from autopar.schedule.instructions import Part
+from autopar.schedule.verify import verify_program
 from tests.test_correctness import wrong_leaves
 from tests.test_optimizers import BATCH as OPTIMIZER_BATCH
 from tests.test_optimizers import RECIPES, make_batch
@@ -309,6 +310,11 @@ def test_gradients_are_reduced_once_per_step() -> None:
         if re.search(r"= \S.* (all-reduce|reduce-scatter)(-start)?\(", one.as_text())
     }
     assert reducing == {(0, Part.AFTER), (1, Part.AFTER)}
+
+
+def test_the_steps_of_a_loop_over_microbatches_are_sound() -> None:
+    step = autopar.parallelize(train_step, num_microbatches=4, method="data_parallel", cluster=eight_slow_devices())
+    verify_program(step.compile(jax.eval_shape(make_state), examples()).program)
 
 
 # ------------------------------------------------------------------------------------------------------------ misuse

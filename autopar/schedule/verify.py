@@ -19,6 +19,7 @@ from autopar.cluster import Mesh
 from autopar.errors import InternalError
 from autopar.graph.build import BARRIER, LoopKind
 from autopar.graph.ir import FactorKind, Operator, Value
+from autopar.graph.zeros import is_zero_literal
 from autopar.plan import Axes, Layout, Strategy
 from autopar.schedule.reshard import Move, MoveKind, after_move, divides
 from autopar.schedule.spmd import Buffer, Reshard, Run, SpmdProgram
@@ -179,7 +180,8 @@ def _verify_border(name: str, step: Run, program: SpmdProgram) -> None:
             (body,) = step.bodies
             consts, carries = _compat.scan_arity(params)
             whole = consts + carries
-            _meet(name, step.operands[:whole], body.inputs[:whole], values)
+            zeros = tuple(map(is_zero_literal, step.operator.equation.invars))
+            _meet(name, step.operands[:whole], body.inputs[:whole], values, zeros=zeros)
             _meet(name, step.operands[whole:], body.inputs[whole:], values, stacked=True)
             _meet(name, body.inputs[consts:whole], body.outputs[:carries], values)
             _meet(name, step.results[:carries], body.inputs[consts:whole], values)
@@ -207,16 +209,22 @@ def _meet(
     values: Mapping[int, Value],
     *,
     stacked: bool = False,
+    zeros: Sequence[bool] = (),
 ) -> None:
-    """Layouts agree (``stacked``: the outer one has one more dimension in front, whole); a literal must meet no cut."""
+    """Layouts agree (``stacked``: the outer one has one more dimension in front, whole).
+
+    A literal must meet no cut, nor a partial sum unless it is zero (``zeros``, by position).
+    """
     _demand(len(outside) == len(inside), f"{name}: {len(outside)} arrays meet {len(inside)}")
-    for outer, inner in zip(outside, inside, strict=True):
-        if outer is None and inner is None:
+    for position, (outer, inner) in enumerate(zip(outside, inside, strict=True)):
+        if inner is None and outer is None:
             continue
         rank = len(values[outer.value].shape) - stacked if outer is not None else 0
         layout = Layout(((),) * rank) if inner is None else inner.layout
         expected = Layout(((), *layout.dims), layout.partial) if stacked else layout
-        seen = Layout(((),) * len(expected.dims)) if outer is None else outer.layout
+        is_zero = position < len(zeros) and zeros[position]
+        literal = Layout(((),) * len(expected.dims), expected.partial if is_zero else ())
+        seen = literal if outer is None else outer.layout
         _demand(seen == expected, f"{name}: {outer} meets {inner} at its border")
 
 
