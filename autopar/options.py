@@ -10,6 +10,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -37,10 +38,10 @@ class Options:
     state_argnums: ArgumentNames = None
 
 
-_NAMED: Mapping[str, Callable[[Any], Any]] = {
-    "user_shardings": UserShardings.of,
-    "batch_coupling": BatchCoupling.of,
-    "rng": MicrobatchRng.of,
+_NAMED: Mapping[str, type[Enum]] = {
+    "user_shardings": UserShardings,
+    "batch_coupling": BatchCoupling,
+    "rng": MicrobatchRng,
 }
 _DEMANDS = (
     "method",
@@ -72,7 +73,7 @@ def read_options(given: Mapping[str, Any], known: Options) -> Options:
     }
     if "donate_argnums" in given:
         demands["donate_state"] = _donates(given["donate_argnums"])
-    demands |= {name: read(given[name]) for name, read in _NAMED.items() if name in given}
+    demands |= {name: _member(name, kind, given[name]) for name, kind in _NAMED.items() if name in given}
     others = {name: _argument_names(name, given[name]) for name in _ARGUMENTS if name in given}
     if "cluster" in given:
         others["cluster"] = checked_cluster(given["cluster"])
@@ -98,6 +99,15 @@ def checked_cluster(cluster: Any) -> Cluster | None:
         f"cluster={_shown(cluster)} is no cluster; pass a Cluster, for example autopar.Cluster.local(), "
         "Cluster.preset(name, hosts=2) or Cluster.from_file(path)"
     )
+
+
+def _member(option: str, kind: type[Enum], said: Any) -> Enum:
+    """The member of a name, or the member itself."""
+    try:
+        return kind(said)
+    except ValueError:
+        names = " or ".join(f'"{one.value}"' for one in kind)
+        raise PlanError(f"{option}={_shown(said)} is unknown; say {names}") from None
 
 
 def _shown(value: Any) -> str:

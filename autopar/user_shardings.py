@@ -34,14 +34,6 @@ class UserShardings(Enum):
     RESPECT = "respect"
     IGNORE = "ignore"
 
-    @classmethod
-    def of(cls, said: str | UserShardings) -> UserShardings:
-        """The member of a name; raises PlanError for an unknown one."""
-        try:
-            return cls(said)
-        except ValueError:
-            raise PlanError(f'user_shardings={said!r} is unknown; say "respect" or "ignore"') from None
-
 
 @dataclass(frozen=True)
 class UserDemands:

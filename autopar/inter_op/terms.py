@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 
-from autopar.errors import PlanError
 from autopar.graph.ir import Operator
 
 
@@ -18,28 +17,12 @@ class BatchCoupling(Enum):
     REFUSE = "refuse"
     PER_MICROBATCH = "per_microbatch"
 
-    @classmethod
-    def of(cls, said: str | BatchCoupling) -> BatchCoupling:
-        """The member of a name; raises PlanError for an unknown one."""
-        try:
-            return cls(said)
-        except ValueError:
-            raise PlanError(f'batch_coupling={said!r} is unknown; say "refuse" or "per_microbatch"') from None
-
 
 class MicrobatchRng(Enum):
     """Which random numbers a microbatch takes: its rows of the whole batch's draw, or a draw with a key of its own."""
 
     EXACT = "exact"
     PER_MICROBATCH = "per_microbatch"
-
-    @classmethod
-    def of(cls, said: str | MicrobatchRng) -> MicrobatchRng:
-        """The member of a name; raises PlanError for an unknown one."""
-        try:
-            return cls(said)
-        except ValueError:
-            raise PlanError(f'rng={said!r} is unknown; say "exact" or "per_microbatch"') from None
 
 
 @dataclass(frozen=True)
