@@ -6,6 +6,7 @@ under what the method and the user forbid there (:mod:`autopar.inter_op.stages`)
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -45,7 +46,7 @@ from autopar.intra_op.restrict import Reach, Restriction
 from autopar.methods import InterOp, IntraOp, Subject, batch_reach, mesh_of, method_of
 from autopar.plan import Plan, Schedule, SolverReport
 from autopar.schedule.stage_program import Passing, StageProgram
-from autopar.subjects import Demands, Subjected, as_loop
+from autopar.subjects import Demands, Rewritings, Subjected, as_loop
 from autopar.user_shardings import UserDemands, UserShardings, user_demands, with_wishes
 
 MOST_DOUBLINGS = 6
@@ -129,17 +130,18 @@ def _says_shardings(subject: Subjected) -> bool:
 
 
 def best_pipeline(
-    subject: Subjected, cluster: Cluster, demands: Demands, to_beat_seconds: float, report: Callable[[str], None]
+    forms: Rewritings, cluster: Cluster, demands: Demands, to_beat_seconds: float, report: Callable[[str], None]
 ) -> tuple[Subjected, Plan, None] | None:
     """The fastest pipeline of two stages or more, if it is faster than ``to_beat_seconds``."""
-    platform = cluster.device.platform.value
+    subject = forms.subject
     known: dict[int, tuple[Subjected, PipelineTask]] = {}
 
     def task(count: int) -> PipelineTask:
         if count not in known:
             report(f"cutting the batch into {count} microbatches")
-            one = as_loop(subject, demands.terms(count), platform)
-            known[count] = one, pipeline_task(one, loop_of(one), cluster, demands, report)
+            one = forms.as_loop(demands.terms(count))
+            task = pipeline_task(one, loop_of(one), cluster, demands, report)
+            known[count] = one, replace(task, ground=functools.partial(forms.ground, one))
         return known[count][1]
 
     asked = demands.num_microbatches
