@@ -2,9 +2,9 @@ r"""What can another number of microbatches give at best?  Told from the integer
 
 If a step of N₀ microbatches is run in N, and r = N / N₀, then
 
-    work on rows of the batch            stays what it is         a microbatch has 1/r of the rows, and there are r times as many
-    bytes of rows of the batch in a loop u / r
-    collectives of arrays without rows   c · r                    gathered parameters, sums of gradients: once per microbatch
+    work on rows of the batch, and collectives of them      c        a microbatch has 1/r of the rows, there are r as many
+    their bytes                                             u / r
+    the same of other arrays inside the loop                c · r    gathered parameters, sums of gradients
 
 (latencies of the others are left out).  With U bytes for the fullest moment, every price λ ≥ 0 bounds what a plan in N costs:
 
@@ -20,13 +20,13 @@ from dataclasses import dataclass
 
 from autopar.graph.ir import Graph, Operator
 from autopar.inter_op.looped import Looped
+from autopar.intra_op.bound import lower_bound
 from autopar.intra_op.choices import edge_seconds
-from autopar.intra_op.ilp import solve
 from autopar.intra_op.model import MemoryRow, Model
-from autopar.intra_op.problem import LoopLink, Port, Problem, ValueNode, loop_links
+from autopar.intra_op.problem import LoopLink, OperatorNode, Port, Problem, ValueNode, loop_links
 from autopar.intra_op.search import Found, Ground, OnMesh, Task, memory_rows
 
-PRICES = (1 / 16, 1 / 4, 1.0)
+PRICES = (1 / 4, 1 / 16, 1.0)
 """Prices λ, in shares of what the plan found costs, at which a smaller number of microbatches is bounded."""
 
 
@@ -55,29 +55,35 @@ class Rescaling:
         bound = -float("inf")
         for share in (0.0,) if ratio >= 1 else PRICES:
             price = share * one.model.cost(found.options)
-            solution = solve(_priced(model, row, price / limit), time_limit_seconds=self.task.solver_seconds)
-            if solution is None:
-                return float("inf")
-            bound = max(bound, solution.bound - price)
+            bound = max(bound, lower_bound(_priced(model, row, price / limit), enough=enough + price).cost - price)
             if bound >= enough:
                 break
         return bound
 
     def _model(self, one: OnMesh, rows: frozenset[int], ratio: float) -> Model:
         """The model with what is paid once per microbatch in proportion to their number."""
+        problem, quotient, choices = self.ground.problem, one.quotient, one.choices
         inside = {value.id for value in self.loop.body.all_values()}
-        repeated = _nodes_of(self.ground.problem, inside - rows)
-        quotient, choices = one.quotient, one.choices
+        repeated = _nodes_of(problem, inside - rows)
+        repeated |= {
+            number
+            for number, node in enumerate(problem.nodes)
+            if isinstance(node, OperatorNode) and not _touched(node.operator) & rows and _touched(node.operator) & inside
+        }
+        nodes = [
+            seconds * ratio if members[0] in repeated else seconds
+            for members, seconds in zip(quotient.members, choices.node_seconds, strict=True)
+        ]
         edges = dict(choices.edge_seconds)
         for edge, weight in quotient.edges.items():
             ends = [quotient.members[end.node][0] for end in (edge.source, edge.target)]
-            values = [node for node in ends if isinstance(self.ground.problem.nodes[node], ValueNode)]
+            values = [node for node in ends if isinstance(problem.nodes[node], ValueNode)]
             a, b = edge.source.node, edge.target.node
             if a != b and values and repeated.issuperset(values):
-                matrix = edge_seconds(self.ground.problem, quotient, choices, edge, self.task.cluster)
+                matrix = edge_seconds(problem, quotient, choices, edge, self.task.cluster)
                 key = (min(a, b), max(a, b))
                 edges[key] = edges[key] + (ratio - 1) * weight * (matrix if a < b else matrix.T)
-        return Model(choices.node_seconds, edges)
+        return Model(nodes, edges)
 
 
 def _free(found: Found) -> Model:
@@ -93,6 +99,10 @@ def _priced(model: Model, row: MemoryRow, seconds_per_byte: float) -> Model:
     for pair, held in row.edges.items():
         edges[pair] = edges[pair] + seconds_per_byte * held
     return Model(nodes, edges)
+
+
+def _touched(operator: Operator) -> set[int]:
+    return {value for value in (*operator.operands, *operator.results) if value is not None}
 
 
 def _nodes_of(problem: Problem, values: set[int]) -> set[int]:
