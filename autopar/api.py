@@ -14,6 +14,7 @@ from jax import tree_util
 from jax.sharding import PartitionSpec
 
 from autopar.cluster import Cluster
+from autopar.collector import paused_collector
 from autopar.compiled import Compiled
 from autopar.errors import PlanError, TraceError
 from autopar.first_state import born_sharded
@@ -180,7 +181,7 @@ class Parallelized:
             demands = replace(demands, user_shardings=UserShardings.IGNORE, **free)
         if not within_budget:
             demands = replace(demands, memory_per_device=math.inf)
-        with self._progress() as progress:
+        with self._progress() as progress, paused_collector():
             return self._plan_subject(subject, cluster, demands, progress)
 
     def last_records(self) -> tuple[Subjected, Plan, Found | None] | None:
@@ -287,7 +288,7 @@ class Parallelized:
     def _plan(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], cluster: Cluster, demands: Demands
     ) -> tuple[Subjected, Plan, Found | None]:
-        with self._progress() as progress:
+        with self._progress() as progress, paused_collector():
             progress.say("tracing")
             subject = self._subject(args, kwargs, cluster.device.platform.value)
             return self._plan_subject(subject, cluster, demands, progress)

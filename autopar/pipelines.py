@@ -7,6 +7,7 @@ its own devices by the integer program, under what the method and the user forbi
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -46,7 +47,7 @@ from autopar.intra_op.restrict import Reach, Restriction
 from autopar.methods import InterOp, IntraOp, Subject, batch_reach, mesh_of, method_of
 from autopar.plan import Plan, Schedule, SolverReport
 from autopar.schedule.stage_program import Passing, StageProgram
-from autopar.subjects import Demands, Subjected, as_loop
+from autopar.subjects import Demands, Rewritings, Subjected, as_loop
 from autopar.user_shardings import UserDemands, UserShardings, user_demands, with_wishes
 
 MOST_DOUBLINGS = 6
@@ -79,7 +80,8 @@ def plan_pipeline(
     check_patterns(demands.constraints, subject.program.in_paths)
     if _leaves_layouts_open(subject, demands) and isinstance(demands.stages, int):
         wanted = Wanted(num_stages=demands.stages, schedule=demands.schedule)
-        if (chosen := _searched(subject, cluster, demands, wanted, report_progress)) is not None:
+        forms = Rewritings(subject, cluster.device.platform.value)
+        if (chosen := _searched(forms, cluster, demands, wanted, report_progress)) is not None:
             return chosen
     refusal: PlanError | None = None  # what now follows finds finer cuts, or says why there are none
     for devices in _devices_demanded(demands, cluster):
@@ -134,14 +136,14 @@ def _leaves_layouts_open(subject: Subjected, demands: Demands) -> bool:
 
 
 def best_pipeline(
-    subject: Subjected, cluster: Cluster, demands: Demands, to_beat_seconds: float, report: Callable[[str], None]
+    forms: Rewritings, cluster: Cluster, demands: Demands, to_beat_seconds: float, report: Callable[[str], None]
 ) -> tuple[Subjected, Plan, None] | None:
     """The fastest pipeline of two stages or more, if it is faster than ``to_beat_seconds``."""
-    return _searched(subject, cluster, demands, Wanted(schedule=demands.schedule), report, to_beat_seconds)
+    return _searched(forms, cluster, demands, Wanted(schedule=demands.schedule), report, to_beat_seconds)
 
 
 def _searched(
-    subject: Subjected,
+    forms: Rewritings,
     cluster: Cluster,
     demands: Demands,
     wanted: Wanted,
@@ -149,14 +151,15 @@ def _searched(
     to_beat_seconds: float = math.inf,
 ) -> tuple[Subjected, Plan, None] | None:
     """The fastest pipeline that is as wanted; None if none is found, or none as fast."""
-    platform, coupling = cluster.device.platform.value, ""
+    subject, coupling = forms.subject, ""
     known: dict[int, tuple[Subjected, PipelineTask]] = {}
 
     def task(count: int) -> PipelineTask:
         if count not in known:
             report(f"cutting the batch into {count} microbatches")
-            one = as_loop(subject, demands.terms(count), platform)
-            known[count] = one, pipeline_task(one, loop_of(one), cluster, demands, report)
+            one = forms.as_loop(demands.terms(count))
+            task = pipeline_task(one, loop_of(one), cluster, demands, report)
+            known[count] = one, replace(task, ground=functools.partial(forms.ground, one))
         return known[count][1]
 
     asked = demands.num_microbatches

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import jax
 
-from autopar.cluster import Cluster
+from autopar.cluster import Cluster, Mesh
 from autopar.constraints import (
     Leaves,
     check_patterns,
@@ -27,13 +27,19 @@ from autopar.graph.moments import critical_moments
 from autopar.graph.roles import Role
 from autopar.graph.wishes import Origin
 from autopar.inter_op.examples import CoupledBatchError
-from autopar.intra_op.search import HOPELESS, Found, Task, search
+from autopar.inter_op.looped import looped
+from autopar.inter_op.rescaled import Rescaling
+from autopar.intra_op.restrict import Restriction
+from autopar.intra_op.search import HOPELESS, LARGE_OPERATORS, WORTH_SHARE, Found, Task, search
 from autopar.methods import IntraOp, Subject, mesh_of, method_of
 from autopar.pipelines import best_pipeline, counts_of, may_be_pipeline, plan_pipeline, wants_pipeline
 from autopar.plan import Plan
 from autopar.schedule.spmd import output_layouts
-from autopar.subjects import Demands, Subjected, microbatched
+from autopar.subjects import Demands, Rewritings, Subjected
 from autopar.user_shardings import UserDemands, UserShardings, user_demands, with_wishes
+
+MIDDLE_COUNT = 16
+"""A large program that does not fit as a whole is planned in so many microbatches first."""
 
 
 def demands_of_user(subject: Subjected, cluster: Cluster, demands: Demands) -> UserDemands:
@@ -81,53 +87,116 @@ def make_plan(
     subject = subject.undivided or subject
     if wants_pipeline(demands):
         return plan_pipeline(subject, cluster, demands, report_progress)
+    planner = _Planner(subject, cluster, demands, report_progress)
     asked = demands.num_microbatches
     if asked is not None or not isinstance(method_of(demands.method), IntraOp):
-        alone = _plan_in(asked or 1, subject, cluster, demands, report_progress)
-        return _or_pipeline(alone, subject, cluster, demands, report_progress) or alone
+        alone = planner.plan_in(asked or 1)
+        return planner.or_pipeline(alone) or alone
     refusal: BudgetError | None = None
     try:
-        whole: tuple[Subjected, Plan, Found] | None = _plan_on_one_mesh(subject, cluster, demands, report_progress)
+        whole: tuple[Subjected, Plan, Found] | None = planner.on_one_mesh()
     except BudgetError as error:
         whole, refusal = None, error
-    found = _or_pipeline(whole, subject, cluster, demands, report_progress)
+    found = planner.or_pipeline(whole)
     if found is None:
         assert refusal is not None
         raise refusal
     return found
 
 
-def _or_pipeline(
-    whole: tuple[Subjected, Plan, Found] | None,
-    subject: Subjected,
-    cluster: Cluster,
-    demands: Demands,
-    report_progress: Callable[[str], None],
-) -> tuple[Subjected, Plan, Found | None] | None:
-    """The plan on one mesh, or a pipeline if that is free to choose and faster."""
-    known = None if whole is None else whole[1]
-    pipeline = None
-    if may_be_pipeline(subject, cluster, demands, known):
-        seconds = float("inf") if known is None else known.step_seconds
-        pipeline = best_pipeline(subject, cluster, demands, seconds, report_progress)
-    return whole if pipeline is None else pipeline
+class _Planner:
+    """Owns what plans of one step share: its demands, and the forms of the step that were made so far."""
 
+    def __init__(
+        self, subject: Subjected, cluster: Cluster, demands: Demands, report_progress: Callable[[str], None]
+    ) -> None:
+        self.subject, self.cluster, self.demands = subject, cluster, demands
+        self._report_progress = report_progress
+        self._forms = Rewritings(subject, cluster.device.platform.value)
 
-def _plan_on_one_mesh(
-    subject: Subjected, cluster: Cluster, demands: Demands, report_progress: Callable[[str], None]
-) -> tuple[Subjected, Plan, Found]:
-    """The fastest plan without stages, in as few microbatches as the memory allows and as is fastest."""
-    report_progress("planning the whole batch at once")
-    search = _MicrobatchSearch(subject, cluster, demands, report_progress)
-    counts = _hopeful(counts_of(subject.roles.batch_size), subject, cluster, demands)
-    search.try_count(counts[0])
-    if search.best is None and len(counts) > 1:
-        search.try_count(counts[-1])  # if the smallest microbatches do not fit, nothing does
-    if search.best is not None and search.needs_more:
-        for count in counts[1:]:
-            if search.is_coupled or not search.try_count(count):
-                break
-    return search.result()
+    def or_pipeline(self, whole: tuple[Subjected, Plan, Found] | None) -> tuple[Subjected, Plan, Found | None] | None:
+        """The plan on one mesh, or a pipeline if that is free to choose and faster."""
+        known = None if whole is None else whole[1]
+        pipeline = None
+        if may_be_pipeline(self.subject, self.cluster, self.demands, known):
+            seconds = float("inf") if known is None else known.step_seconds
+            pipeline = best_pipeline(self._forms, self.cluster, self.demands, seconds, self._report_progress)
+        return whole if pipeline is None else pipeline
+
+    def on_one_mesh(self) -> tuple[Subjected, Plan, Found]:
+        """The fastest plan without stages, in as few microbatches as the memory allows and as is fastest."""
+        self._report_progress("planning the whole batch at once")
+        search = _MicrobatchSearch(self)
+        counts = _hopeful(counts_of(self.subject.roles.batch_size), self.subject, self.cluster, self.demands)
+        if counts[0] > 1 and len(self.subject.graph.operators) > LARGE_OPERATORS:
+            return search.among(counts)
+        search.try_count(counts[0])
+        if search.best is None and len(counts) > 1:
+            search.try_count(counts[-1])  # if the smallest microbatches do not fit, nothing does
+        if search.best is not None and search.needs_more:
+            for count in counts[1:]:
+                if search.is_coupled or not search.try_count(count):
+                    break
+        return search.result()
+
+    def plan_in(self, count: int) -> tuple[Subjected, Plan, Found]:
+        """The plan in so many microbatches."""
+        if count > 1:
+            self._report_progress(f"planning {count} microbatches")
+        one = self._forms.microbatched(self.demands.terms(count))
+        task = self._task(one)
+        found = search(task, self._forms.ground(one, task.separate))
+        return one, plan_of(one, self.cluster, method_of(self.demands.method).name, found), found
+
+    def bound_seconds(self, count: int, known: tuple[Subjected, Plan, Found], enough: float) -> float:
+        """What a plan in so many microbatches takes at least, by what is known of another number of them."""
+        self._report_progress(f"bounding the plans in {count} microbatches")
+        one, _, found = known
+        task = self._task(one)
+        loop = looped(one.graph, one.roles.leaves(Role.BATCH), one.num_microbatches)
+        return Rescaling(task, self._forms.ground(one, task.separate), loop, found).bound_seconds(count, enough)
+
+    def _task(self, subject: Subjected) -> Task:
+        cluster, demands = self.cluster, self.demands
+        method = method_of(demands.method)
+        meshes = method.meshes(cluster)
+        if demands.mesh_shape is not None:
+            wanted = mesh_of(demands.mesh_shape, cluster)
+            meshes = (wanted,) if isinstance(method, IntraOp) else tuple(mesh for mesh in meshes if mesh == wanted)
+            if not meshes:
+                raise PlanError(
+                    f"method={method.name!r} cannot use mesh_shape={demands.mesh_shape}; leave one of them out"
+                )
+        user = demands_of_user(subject, cluster, demands)
+        meshes = meshes_of_user(meshes, user, method)
+        state = subject.roles.leaves(Role.STATE)
+        examples_dim = 0 if subject.num_microbatches == 1 else 1
+        view = Subject(subject.graph, state, subject.roles.leaves(Role.BATCH), examples_dim)
+        check_patterns(demands.constraints, subject.program.in_paths)
+        constraints = without_axes_of_one(demands)
+        folded = frozenset(subject.graph.inputs[position] for position in subject.folded)
+        named = Leaves(subject.graph, subject.names, folded)
+        is_asked = bool(demands.constraints) or user.meshes is not None
+
+        def restriction(mesh: Mesh) -> Restriction:
+            allowed = with_constraints(method.restriction(view, mesh), named, constraints, mesh)
+            return with_wishes(allowed, user, subject.graph, mesh)
+
+        return Task(
+            graph=subject.graph,
+            state_pairs=subject.roles.state_pairs,
+            donated=subject.donated if demands.donate_state else frozenset(),
+            cluster=cluster,
+            meshes=meshes_with_names(meshes, constraints),
+            budget_bytes=float(demands.memory_per_device or cluster.per_device_memory_bytes),
+            restriction=restriction,
+            batch=view.batch if isinstance(method, IntraOp) and not is_asked else (),
+            examples_dim=examples_dim,
+            solver_seconds=demands.solver_seconds,
+            names=subject.names,
+            report_progress=self._report_progress,
+            separate=frozenset(wish.value for wish in user.wishes if wish.origin is Origin.CODE),
+        )
 
 
 def _hopeful(counts: list[int], subject: Subjected, cluster: Cluster, demands: Demands) -> list[int]:
@@ -145,11 +214,8 @@ def _hopeful(counts: list[int], subject: Subjected, cluster: Cluster, demands: D
 class _MicrobatchSearch:
     """Owns the best plan over several numbers of microbatches, and what spoke against others."""
 
-    def __init__(
-        self, subject: Subjected, cluster: Cluster, demands: Demands, report_progress: Callable[[str], None]
-    ) -> None:
-        self._subject = subject
-        self._rest = (cluster, demands, report_progress)
+    def __init__(self, planner: _Planner) -> None:
+        self._planner = planner
         self._refusal: BudgetError | None = None
         self._coupling = ""
         self.best: tuple[Subjected, Plan, Found] | None = None
@@ -167,7 +233,7 @@ class _MicrobatchSearch:
     def try_count(self, count: int) -> bool:
         """Plan for this many microbatches; whether more of them might still be faster."""
         try:
-            found = _plan_in(count, self._subject, *self._rest)
+            found = self._planner.plan_in(count)
         except BudgetError as error:
             self._refusal = self._refusal or error
             return True
@@ -178,66 +244,35 @@ class _MicrobatchSearch:
             self.best = found
         return found[2].is_squeezed
 
+    def among(self, counts: list[int]) -> tuple[Subjected, Plan, Found]:
+        """The best of a large program, whose every plan takes long: others are bounded by the first that fits.
+
+        The first is in ``MIDDLE_COUNT`` microbatches, or in more if that many need too much.
+        """
+        first = max((place for place, count in enumerate(counts) if count <= MIDDLE_COUNT), default=0)
+        while self.try_count(counts[first]) and self.best is None and first + 1 < len(counts):
+            first += 1
+        if self.best is not None:
+            for others in (counts[:first][::-1], counts[first + 1 :]):
+                for count in others:
+                    if not self._improves(count):
+                        break
+        return self.result()
+
+    def _improves(self, count: int) -> bool:
+        """Plan for this many microbatches if that might be faster than the best so far; whether it was."""
+        assert self.best is not None
+        before = self.best
+        enough = before[1].step_seconds * (1 - WORTH_SHARE)
+        if self._planner.bound_seconds(count, before, enough) < enough:
+            self.try_count(count)
+        return self.best is not before
+
     def result(self) -> tuple[Subjected, Plan, Found]:
         if self.best is not None:
             return replace(self.best[0], coupling=self._coupling), *self.best[1:]
         assert self._refusal is not None
         raise self._refusal if not self._coupling else BudgetError(f"{self._refusal} Besides, {self._coupling}.")
-
-
-def _plan_in(
-    count: int, subject: Subjected, cluster: Cluster, demands: Demands, report_progress: Callable[[str], None]
-) -> tuple[Subjected, Plan, Found]:
-    if count > 1:
-        report_progress(f"planning {count} microbatches")
-    one = microbatched(subject, demands.terms(count), cluster.device.platform.value)
-    return one, *_plan_on(one, cluster, demands, report_progress)
-
-
-def _plan_on(
-    subject: Subjected, cluster: Cluster, demands: Demands, report_progress: Callable[[str], None]
-) -> tuple[Plan, Found]:
-    method = method_of(demands.method)
-    meshes = method.meshes(cluster)
-    if demands.mesh_shape is not None:
-        wanted = mesh_of(demands.mesh_shape, cluster)
-        meshes = (wanted,) if isinstance(method, IntraOp) else tuple(mesh for mesh in meshes if mesh == wanted)
-        if not meshes:
-            raise PlanError(f"method={method.name!r} cannot use mesh_shape={demands.mesh_shape}; leave one of them out")
-    user = demands_of_user(subject, cluster, demands)
-    meshes = meshes_of_user(meshes, user, method)
-    state = subject.roles.leaves(Role.STATE)
-    examples_dim = 0 if subject.num_microbatches == 1 else 1
-    view = Subject(subject.graph, state, subject.roles.leaves(Role.BATCH), examples_dim)
-    donated = subject.donated if demands.donate_state else frozenset()
-    check_patterns(demands.constraints, subject.program.in_paths)
-    constraints = without_axes_of_one(demands)
-    folded = frozenset(subject.graph.inputs[position] for position in subject.folded)
-    named = Leaves(subject.graph, subject.names, folded)
-    meshes = meshes_with_names(meshes, constraints)
-    is_asked = bool(demands.constraints) or user.meshes is not None
-    task = Task(
-        graph=subject.graph,
-        state_pairs=subject.roles.state_pairs,
-        donated=donated,
-        cluster=cluster,
-        meshes=meshes,
-        budget_bytes=float(demands.memory_per_device or cluster.per_device_memory_bytes),
-        restriction=lambda mesh: with_wishes(
-            with_constraints(method.restriction(view, mesh), named, constraints, mesh),
-            user,
-            subject.graph,
-            mesh,
-        ),
-        batch=view.batch if isinstance(method, IntraOp) and not is_asked else (),
-        examples_dim=examples_dim,
-        solver_seconds=demands.solver_seconds,
-        names=subject.names,
-        report_progress=report_progress,
-        separate=frozenset(wish.value for wish in user.wishes if wish.origin is Origin.CODE),
-    )
-    found = search(task)
-    return plan_of(subject, cluster, method.name, found), found
 
 
 def plan_of(subject: Subjected, cluster: Cluster, method_name: str, found: Found) -> Plan:

@@ -25,6 +25,7 @@ from autopar.inter_op.alone import each_alone, twin_of
 from autopar.inter_op.examples import CoupledBatchError, examples_of
 from autopar.inter_op.looped import as_one_trip, with_open_branches
 from autopar.inter_op.terms import BatchCoupling, MicrobatchRng, Terms
+from autopar.intra_op.search import Ground
 from autopar.methods import Method
 from autopar.plan import Schedule
 from autopar.user_shardings import UserShardings
@@ -120,16 +121,52 @@ def microbatched(subject: Subjected, terms: Terms, platform: str) -> Subjected:
     return replace(_rewritten(subject, program, terms, platform), alone=alone)
 
 
-def as_loop(subject: Subjected, terms: Terms, platform: str) -> Subjected:
+def as_loop(subject: Subjected, terms: Terms, platform: str, known: Subjected | None = None) -> Subjected:
     """The step as a pipeline cuts it into stages: a loop over its microbatches, were it one only; branches are opened.
 
+    ``known`` is the step run as these microbatches, if it was rewritten before.
     Raises :class:`~autopar.errors.PlanError` where the batch cannot be cut so.
     """
-    if terms.count > 1:
+    if known is not None:
+        program, alone = known.program, known.alone
+    elif terms.count > 1:
         program, alone = _in_microbatches(subject, terms, platform)
     else:
         program, alone = as_one_trip(subject.program, subject.graph, subject.roles.leaves(Role.BATCH)), ""
-    return replace(_rewritten(subject, with_open_branches(program), terms, platform), alone=alone)
+    opened = with_open_branches(program)
+    if known is not None and opened is program:
+        return known
+    return replace(_rewritten(subject, opened, terms, platform), alone=alone)
+
+
+class Rewritings:
+    """Owns the forms of one step that were made so far: run as microbatches, and as a loop that can be cut into stages."""
+
+    def __init__(self, subject: Subjected, platform: str) -> None:
+        self.subject, self._platform = subject, platform
+        self._microbatched: dict[Terms, Subjected] = {}
+        self._loops: dict[Terms, Subjected] = {}
+        self._grounds: dict[tuple[int, frozenset[int]], Ground] = {}
+
+    def microbatched(self, terms: Terms) -> Subjected:
+        """See :func:`microbatched`."""
+        if terms not in self._microbatched:
+            self._microbatched[terms] = microbatched(self.subject, terms, self._platform)
+        return self._microbatched[terms]
+
+    def as_loop(self, terms: Terms) -> Subjected:
+        """See :func:`as_loop`."""
+        if terms not in self._loops:
+            known = self._microbatched.get(terms) if terms.count > 1 else None
+            self._loops[terms] = as_loop(self.subject, terms, self._platform, known)
+        return self._loops[terms]
+
+    def ground(self, one: Subjected, separate: frozenset[int] = frozenset()) -> Ground:
+        """What plans of one of these forms share; ``separate`` are values that lie for themselves."""
+        key = id(one.graph), separate
+        if key not in self._grounds:
+            self._grounds[key] = Ground(one.graph, one.roles.state_pairs, separate)
+        return self._grounds[key]
 
 
 def _in_microbatches(subject: Subjected, terms: Terms, platform: str) -> tuple[TracedProgram, str]:

@@ -26,7 +26,7 @@ from autopar.inter_op.cut import cut
 from autopar.inter_op.looped import Looped
 from autopar.intra_op.priced import PricedStage, Prices
 from autopar.intra_op.restrict import Restriction
-from autopar.intra_op.search import Task
+from autopar.intra_op.search import Ground, Task
 from autopar.plan import Schedule
 from autopar.schedule.cross_mesh import CrossMeshTransfer
 from autopar.schedule.pipeline import Pipeline, lower_stage
@@ -80,6 +80,8 @@ class PipelineTask:
     solver_seconds: float = 60.0
     report_progress: Callable[[str], None] = lambda message: None
     demands: Callable[[StageProgram, Graph, Cluster], StageDemands] = any_plan
+    ground: Callable[[], Ground] | None = None
+    """What plans of the whole looped step share, if it is known already."""
 
 
 @dataclass(frozen=True)
@@ -308,7 +310,8 @@ def whole_on(task: PipelineTask, size: int) -> Prices:
             restriction=lambda mesh: Restriction(),
             solver_seconds=task.solver_seconds,
             report_progress=task.report_progress,
-        )
+        ),
+        None if task.ground is None else task.ground(),
     )
 
 

@@ -189,11 +189,7 @@ def _immediate_seconds(node: OperatorNode, strategy: Strategy, mesh: Mesh, clust
 def _add_edge(
     problem: Problem, quotient: Quotient, choices: Choices, edge: ClassEdge, weight: int, cluster: Cluster
 ) -> None:
-    sources = _layouts_at(problem, quotient, choices, edge.source)
-    targets = _layouts_at(problem, quotient, choices, edge.target)
-    table = reshard_table(edge.shape, choices.mesh, cluster, combined=edge.combined)
-    sent_bytes = math.prod(edge.shape) * wire_itemsize_bytes(edge, cluster.device.platform)
-    matrix = table.between(sources, targets, sent_bytes) * weight
+    matrix = edge_seconds(problem, quotient, choices, edge, cluster) * weight
     a, b = edge.source.node, edge.target.node
     if a == b:
         choices.node_seconds[a] = choices.node_seconds[a] + np.diagonal(matrix)
@@ -201,6 +197,17 @@ def _add_edge(
     key = (min(a, b), max(a, b))
     matrix = matrix if a < b else matrix.T
     choices.edge_seconds[key] = choices.edge_seconds.get(key, 0.0) + matrix
+
+
+def edge_seconds(
+    problem: Problem, quotient: Quotient, choices: Choices, edge: ClassEdge, cluster: Cluster
+) -> np.ndarray:
+    """Seconds of one reshard along an edge, by option of its source and of its target."""
+    sources = _layouts_at(problem, quotient, choices, edge.source)
+    targets = _layouts_at(problem, quotient, choices, edge.target)
+    table = reshard_table(edge.shape, choices.mesh, cluster, combined=edge.combined)
+    sent_bytes = math.prod(edge.shape) * wire_itemsize_bytes(edge, cluster.device.platform)
+    return table.between(sources, targets, sent_bytes)
 
 
 def _layouts_at(problem: Problem, quotient: Quotient, choices: Choices, end: End) -> list[Layout]:

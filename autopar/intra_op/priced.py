@@ -21,8 +21,8 @@ from autopar.intra_op.alike import Quotient
 from autopar.intra_op.choices import Choices
 from autopar.intra_op.extract import stage_of
 from autopar.intra_op.model import MemoryRow, Model, Pair, Solution
-from autopar.intra_op.problem import Problem, state_problem
-from autopar.intra_op.search import OnMesh, Task, called_after_batch, memory_rows, problem_on
+from autopar.intra_op.problem import Problem
+from autopar.intra_op.search import Ground, OnMesh, Task, called_after_batch, worth_trying
 from autopar.plan import Layout, SolverReport, Stage, Strategy
 
 
@@ -58,20 +58,18 @@ class PricedStage:
 class Prices:
     """Owns the integer programs of a task, and what they answered."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, ground: Ground | None = None) -> None:
         self._task = task
-        problem = state_problem(task.graph, task.state_pairs, task.separate)
-        known: dict[frozenset[tuple[int, object]], Quotient] = {}
+        ground = ground or Ground(task.graph, task.state_pairs, task.separate)
         refusal: PlanError | None = None
         self._meshes: list[OnMesh] = []
-        for mesh in task.meshes:
+        for mesh in worth_trying(task):
             try:
-                self._meshes.append(problem_on(task, problem, mesh, known))
+                self._meshes.append(ground.on(task, mesh))
             except PlanError as error:
                 refusal = refusal or error
         if not self._meshes and refusal is not None:
             raise refusal
-        self._rows: dict[int, list[MemoryRow]] = {}
         self._answers: dict[float, tuple[PricedStage, ...]] = {}
 
     def cheapest(self, seconds_per_byte: float) -> PricedStage:
@@ -93,7 +91,7 @@ class Prices:
         solved: list[tuple[float, int, OnMesh, Solution]] = []
         for number, one in enumerate(self._meshes):
             self._task.report_progress(f"solving for mesh {one.choices.mesh}")
-            priced = one.model if price == 0 else _with_price(one.model, self._memory(number), price)
+            priced = one.model if price == 0 else _with_price(one.model, one.rows, price)
             solution = replace(one, model=priced).solve()
             solved.append((solution.cost, number, one, solution))
         return tuple(self._stage(one, solution) for _, _, one, solution in sorted(solved, key=lambda row: row[:2]))
@@ -111,12 +109,6 @@ class Prices:
             solution.options,
             SolverReport(one.model.num_variables, solution.core_variables, 0.0, solution.gap, tried),
         )
-
-    def _memory(self, number: int) -> list[MemoryRow]:
-        if number not in self._rows:
-            one = self._meshes[number]
-            self._rows[number] = memory_rows(self._task, one.problem, one.quotient, one.choices)
-        return self._rows[number]
 
 
 def _with_price(model: Model, rows: list[MemoryRow], price: float) -> Model:

@@ -12,9 +12,13 @@ that exceeds the budget, the rows are tightened by the difference and the progra
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -29,7 +33,7 @@ from autopar.intra_op.bound import Bound, lower_bound
 from autopar.intra_op.choices import Choices, choices_on
 from autopar.intra_op.extract import stage_of
 from autopar.intra_op.ilp import solve
-from autopar.intra_op.model import MemoryRow, Model, Solution
+from autopar.intra_op.model import MemoryRow, Model, Pair, Solution
 from autopar.intra_op.problem import Problem, ValueNode, state_problem
 from autopar.intra_op.restrict import Restriction, demand_keys
 from autopar.intra_op.squeeze import solve_squeezed
@@ -55,6 +59,9 @@ LEAN_OPTIONS = 6
 
 HOPELESS = 1.5
 """A solution that holds so many budgets by the rows, which are a rough account, is over it by the exact one as well."""
+
+LARGE_OPERATORS = 8_000
+"""Of a program of more operators, meshes are left out that a finer one stands for."""
 
 WORTH_SHARE = 2e-3
 """A wide program that cannot beat the best plan by more than this share is not solved."""
@@ -110,8 +117,8 @@ class Found:
         return self.model is None or bool(self.model.memory)
 
 
-def search(task: Task) -> Found:
-    """The fastest stage over all meshes that keeps the budget.
+def search(task: Task, ground: Ground | None = None) -> Found:
+    """The fastest stage over all meshes that keeps the budget; ``ground`` is the task's, if it is known already.
 
     The meshes are solved without the budget first; in the order of those optima, which bound what a mesh can give,
     stages are completed and brought within the budget until the next bound cannot win any more.
@@ -119,15 +126,14 @@ def search(task: Task) -> Found:
     Raises :class:`~autopar.errors.BudgetError` when none keeps it, naming the largest tenants of the leanest plan.
     """
     started = time.monotonic()
-    problem = state_problem(task.graph, task.state_pairs, task.separate)
-    known: dict[frozenset[tuple[int, Hashable]], Quotient] = {}
+    ground = ground or Ground(task.graph, task.state_pairs, task.separate)
     best = _Best(task)
     wide: list[OnMesh] = []
     solved: list[tuple[OnMesh, Solution]] = []
-    for mesh in task.meshes:
+    for mesh in worth_trying(task):
         task.report_progress(f"solving for mesh {mesh}")
         try:
-            on_mesh = problem_on(task, problem, mesh, known)
+            on_mesh = ground.on(task, mesh)
             if on_mesh.model.num_variables > EXACT_VARIABLES:
                 wide.append(on_mesh)
             else:
@@ -145,6 +151,33 @@ def search(task: Task) -> Found:
             task.report_progress(f"solving for mesh {on_mesh.choices.mesh}")
             _offer_narrowed(best, on_mesh, bound)
     return best.found(seconds=time.monotonic() - started)
+
+
+def worth_trying(task: Task) -> tuple[Mesh, ...]:
+    """The meshes of a task, of a large program without those whose every layout is one on another mesh as well.
+
+    On one host a mesh whose axes are products of the axes of another says nothing that the other does not say, and the
+    order of axes is all one.
+    """
+    is_free = bool(task.batch) and task.cluster.hosts == 1
+    if not is_free or len(task.graph.operators) <= LARGE_OPERATORS:
+        return task.meshes
+    kept: list[Mesh] = []
+    for mesh in sorted(task.meshes, key=lambda mesh: -len(mesh.axis_sizes)):
+        if not any(_is_coarser(mesh.axis_sizes, other.axis_sizes) for other in kept):
+            kept.append(mesh)
+    return tuple(kept)
+
+
+def _is_coarser(sizes: tuple[int, ...], finer: tuple[int, ...]) -> bool:
+    """Whether ``sizes`` are products of groups of ``finer``, each in one group."""
+    if not sizes:
+        return not finer
+    return any(
+        math.prod(group) == sizes[0] and _is_coarser(sizes[1:], tuple((Counter(finer) - Counter(group)).elements()))
+        for count in range(1, len(finer) + 1)
+        for group in itertools.combinations(finer, count)
+    )
 
 
 class _Best:
@@ -167,7 +200,7 @@ class _Best:
                 self._leanest = error.memory
             return
         if cost < self.cost:
-            self._found, self.cost = _called_after_batch(on_mesh, found), cost
+            self._found, self.cost = found, cost
 
     def found(self, *, seconds: float) -> Found:
         """The best plan; raises :class:`~autopar.errors.PlanError` when there is none."""
@@ -219,12 +252,52 @@ def _over_budget_message(task: Task, leanest: Memory) -> str:
     )
 
 
+class Ground:
+    """Owns what plans of one program share, whatever their meshes and devices: the problem, its classes, its moments."""
+
+    def __init__(
+        self, graph: Graph, state_pairs: tuple[tuple[int, int], ...], separate: frozenset[int] = frozenset()
+    ) -> None:
+        self.graph = graph
+        self.problem = state_problem(graph, state_pairs, separate)
+        self._state_pairs = state_pairs
+        self._quotients: dict[frozenset[tuple[int, Hashable]], Quotient] = {}
+        self._moments: dict[frozenset[int], list[dict[int, float]]] = {}
+
+    def on(self, task: Task, mesh: Mesh) -> OnMesh:
+        """The problem on a mesh; raises :class:`~autopar.errors.PlanError` when the restriction there leaves no plan."""
+        allowed = task.restriction(mesh).of_nodes(self.problem, mesh)
+        demands = demand_keys(allowed)
+        key = frozenset(demands.items())  # mostly the same on every mesh
+        if (quotient := self._quotients.get(key)) is None:
+            quotient = self._quotients[key] = merge_alike(self.problem, demands)
+        choices = choices_on(self.problem, quotient, mesh, task.cluster, allowed)
+        return OnMesh(task, self, quotient, choices, Model(choices.node_seconds, choices.edge_seconds))
+
+    def moments(self, donated: frozenset[int]) -> list[dict[int, float]]:
+        """The critical moments of the program (:mod:`autopar.graph.moments`)."""
+        if donated not in self._moments:
+            self._moments[donated] = critical_moments(self.graph, self.problem.fusion, self._state_pairs, donated)
+        return self._moments[donated]
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """A solution as a list of steps, and the bytes that it needs; ``choices`` name the axes as the stage does."""
+
+    solution: Solution
+    stage: Stage
+    program: SpmdProgram
+    memory: Memory
+    choices: Choices
+
+
 @dataclass(frozen=True)
 class OnMesh:
     """The problem on one mesh; ``floor`` is a bound of its own on what any plan there costs, where options are missing."""
 
     task: Task
-    problem: Problem
+    ground: Ground
     quotient: Quotient
     choices: Choices
     model: Model
@@ -246,11 +319,24 @@ class OnMesh:
         """Relative distance of a solution from the optimum of the mesh, as far as it is known."""
         return replace(solution, bound=min(solution.bound, self.floor)).gap
 
-    def complete(self, solution: Solution) -> Found:
-        """Lower a solution and predict all of it."""
-        task, problem = self.task, self.problem
-        stage = stage_of(task.graph, problem, self.quotient, self.choices, solution.options)
-        program = lower(task.graph, stage, output_layouts(task.graph, stage, task.state_pairs))
+    @property
+    def problem(self) -> Problem:
+        """What there is to choose, whatever the mesh."""
+        return self.ground.problem
+
+    @cached_property
+    def rows(self) -> list[MemoryRow]:
+        """One row per critical moment: bytes of the live values of each class, by layout; copies only where they differ."""
+        return memory_rows(self, self.ground.moments(self.task.donated))
+
+    def lay_out(self, solution: Solution) -> LaidOut:
+        """Lower a solution and predict its memory."""
+        task, problem, graph = self.task, self.problem, self.task.graph
+        stage = stage_of(graph, problem, self.quotient, self.choices, solution.options)
+        choices = called_after_batch(self, stage)
+        if choices is not self.choices:
+            stage = stage_of(graph, problem, self.quotient, choices, solution.options)
+        program = lower(graph, stage, output_layouts(graph, stage, task.state_pairs))
         memory = predict_memory(
             program,
             fusion=problem.fusion,
@@ -259,98 +345,86 @@ class OnMesh:
             platform=task.cluster.device.platform.value,
             names=task.names or {},
         )
-        prediction = predict(program, problem.fusion, task.cluster, memory)
+        return LaidOut(solution, stage, program, memory, choices)
+
+    def complete(self, laid: LaidOut) -> Found:
+        """Predict all of what was laid out."""
+        prediction = predict(laid.program, self.problem.fusion, self.task.cluster, laid.memory)
+        solution = laid.solution
         report = SolverReport(self.model.num_variables, solution.core_variables, 0.0, self.gap_of(solution))
         return Found(
-            stage, program, prediction, report, problem, self.quotient, self.choices, solution.options, self.model
+            laid.stage,
+            laid.program,
+            prediction,
+            report,
+            self.problem,
+            self.quotient,
+            laid.choices,
+            solution.options,
+            self.model,
         )
-
-
-def problem_on(
-    task: Task, problem: Problem, mesh: Mesh, known: dict[frozenset[tuple[int, Hashable]], Quotient]
-) -> OnMesh:
-    """``known`` are the quotients so far by what was demanded of the nodes, which is mostly the same on every mesh."""
-    allowed = task.restriction(mesh).of_nodes(problem, mesh)
-    demands = demand_keys(allowed)
-    key = frozenset(demands.items())
-    if (quotient := known.get(key)) is None:
-        quotient = known[key] = merge_alike(problem, demands)
-    choices = choices_on(problem, quotient, mesh, task.cluster, allowed)
-    return OnMesh(task, problem, quotient, choices, Model(choices.node_seconds, choices.edge_seconds))
 
 
 def _within_budget(on_mesh: OnMesh, optimum: Solution) -> tuple[Found, float]:
     """The stage and its cost: the optimum if it keeps the budget, else the fastest found whose prediction does."""
     task = on_mesh.task
-    first = on_mesh.complete(optimum)
-    if first.prediction.memory.total_bytes <= task.budget_bytes:
-        return first, optimum.cost
-    rows = memory_rows(task, on_mesh.problem, on_mesh.quotient, on_mesh.choices)
+    first = on_mesh.lay_out(optimum)
+    if first.memory.total_bytes <= task.budget_bytes:
+        return on_mesh.complete(first), optimum.cost
     tried = [first]
     squeeze = _priced if on_mesh.model.num_variables > EXACT_SQUEEZED_VARIABLES else _tightened
-    if (squeezed := squeeze(on_mesh, optimum, rows, tried)) is not None:
+    if (squeezed := squeeze(on_mesh, optimum, tried)) is not None:
         return squeezed
-    if (leanest := _leanest(on_mesh, rows)) is not None:
-        if leanest.prediction.memory.total_bytes <= task.budget_bytes:
-            return leanest, on_mesh.model.cost(leanest.options)
+    if (leanest := _leanest(on_mesh)) is not None:
+        if leanest.memory.total_bytes <= task.budget_bytes:
+            return replace(on_mesh.complete(leanest), model=None), on_mesh.model.cost(leanest.solution.options)
         tried.append(leanest)
-    raise _OverBudgetError(min((one.prediction.memory for one in tried), key=lambda memory: memory.total_bytes))
+    raise _OverBudgetError(min((one.memory for one in tried), key=lambda memory: memory.total_bytes))
 
 
-def _leanest(on_mesh: OnMesh, rows: Sequence[MemoryRow]) -> Found | None:
+def _leanest(on_mesh: OnMesh) -> LaidOut | None:
     """The plan of the fewest bytes, whatever it costs."""
-    lean = solve(_byte_model(on_mesh.model, rows), time_limit_seconds=on_mesh.task.solver_seconds)
-    return None if lean is None else replace(on_mesh.complete(lean), model=None)
+    lean = solve(_byte_model(on_mesh.model, on_mesh.rows), time_limit_seconds=on_mesh.task.solver_seconds)
+    return None if lean is None else on_mesh.lay_out(lean)
 
 
-def _tightened(
-    on_mesh: OnMesh, optimum: Solution, rows: Sequence[MemoryRow], tried: list[Found]
-) -> tuple[Found, float] | None:
+def _tightened(on_mesh: OnMesh, optimum: Solution, tried: list[LaidOut]) -> tuple[Found, float] | None:
     """Solve with the rows, and tighten them until the prediction keeps the budget; ``tried`` gathers what does not."""
     task = on_mesh.task
     limit = task.budget_bytes
     for _ in range(TIGHTENINGS):
-        demand = replace(on_mesh.model, memory=[replace(row, budget=limit) for row in rows])
+        demand = replace(on_mesh.model, memory=[replace(row, budget=limit) for row in on_mesh.rows])
         solution = solve(demand, time_limit_seconds=task.solver_seconds) if limit > 0 else None
         if solution is None:
             return None
-        found = replace(on_mesh.complete(solution), model=demand)
-        total_bytes = found.prediction.memory.total_bytes
+        laid = on_mesh.lay_out(solution)
+        total_bytes = laid.memory.total_bytes
         if total_bytes <= task.budget_bytes:
-            return found, solution.cost
-        tried.append(found)
+            return replace(on_mesh.complete(laid), model=demand), solution.cost
+        tried.append(laid)
         limit -= max(total_bytes - task.budget_bytes, 0.01 * task.budget_bytes)
     return None
 
 
-def _priced(
-    on_mesh: OnMesh, optimum: Solution, rows: Sequence[MemoryRow], tried: list[Found]
-) -> tuple[Found, float] | None:
+def _priced(on_mesh: OnMesh, optimum: Solution, tried: list[LaidOut]) -> tuple[Found, float] | None:
     """Pay for memory until the prediction keeps the budget; ``tried`` gathers what does not."""
-    task = on_mesh.task
+    task, rows = on_mesh.task, on_mesh.rows
     demand = replace(on_mesh.model, memory=list(rows))
 
     def keeps_budget(solution: Solution) -> bool:
         if max(row.used(solution.options) for row in rows) > HOPELESS * task.budget_bytes:
-            return False  # not worth completing
-        tried.append(on_mesh.complete(solution))
-        return tried[-1].prediction.memory.total_bytes <= task.budget_bytes
+            return False  # not worth laying out
+        known = next((one for one in tried if one.solution.options == solution.options), None)
+        if known is None:
+            tried.append(on_mesh.lay_out(solution))
+        return (known or tried[-1]).memory.total_bytes <= task.budget_bytes
 
     solution = solve_squeezed(demand, optimum, keeps_budget, time_limit_seconds=task.solver_seconds)
     if solution is None:
         return None
-    found = next(one for one in tried if one.options == solution.options)
+    found = on_mesh.complete(next(one for one in tried if one.solution.options == solution.options))
     solver = replace(found.solver, variables_after_reduction=solution.core_variables, gap=on_mesh.gap_of(solution))
     return replace(found, model=demand, solver=solver), solution.cost
-
-
-def _called_after_batch(on_mesh: OnMesh, found: Found) -> Found:
-    """The same stage with the axis that cuts the batch called "data", as people expect; axes' names decide nothing."""
-    choices = called_after_batch(on_mesh, found.stage)
-    if choices is on_mesh.choices:
-        return found
-    renamed = replace(on_mesh, choices=choices).complete(Solution(found.options, 0.0, 0.0))
-    return replace(renamed, solver=found.solver, model=found.model)
 
 
 def called_after_batch(on_mesh: OnMesh, stage: Stage) -> Choices:
@@ -375,28 +449,39 @@ def _byte_model(model: Model, rows: Sequence[MemoryRow]) -> Model:
     return Model(nodes, edges)
 
 
-def memory_rows(task: Task, problem: Problem, quotient: Quotient, choices: Choices) -> list[MemoryRow]:
-    """One row per critical moment: bytes of the live values of each class, by layout; copies only where they differ."""
-    moments = critical_moments(task.graph, problem.fusion, task.state_pairs, task.donated)
+def memory_rows(one: OnMesh, moments: Sequence[Mapping[int, float]]) -> list[MemoryRow]:
+    """A row for each moment, of which the whole bytes of every live value are given; copies only where they differ."""
+    problem, quotient, choices = one.problem, one.quotient, one.choices
     fractions = [_fractions(problem, quotient, choices, number) for number in range(len(quotient.members))]
+    copied = {pair: _copy_bytes(choices, *pair) for pair in _copy_pairs(problem, quotient)}
     rows = []
     for moment in moments:
-        nodes: dict[int, np.ndarray] = {}
-        edges: dict[tuple[int, int], np.ndarray] = {}
+        homes: defaultdict[int, float] = defaultdict(float)
+        copies: defaultdict[Pair, float] = defaultdict(float)
         for value, whole_bytes in moment.items():
             if (index := problem.node_of_value.get(value)) is None:
                 continue
             home = quotient.class_of[index]
-            nodes[home] = nodes.get(home, 0.0) + whole_bytes * fractions[home]
+            homes[home] += whole_bytes
             if (copy_index := problem.copy_of_value.get(value)) is not None:
-                copy = quotient.class_of[copy_index]
-                pair = (min(home, copy), max(home, copy))
-                if pair not in choices.edge_seconds:
-                    continue
-                held = _copy_bytes(choices, home, copy) * whole_bytes
+                copies[home, quotient.class_of[copy_index]] += whole_bytes
+        nodes = {home: whole_bytes * fractions[home] for home, whole_bytes in homes.items()}
+        edges: dict[Pair, np.ndarray] = {}
+        for (home, copy), whole_bytes in copies.items():
+            pair = (min(home, copy), max(home, copy))
+            if pair in choices.edge_seconds:
+                held = copied[home, copy] * whole_bytes
                 edges[pair] = edges.get(pair, 0.0) + (held if home < copy else held.T)
-        rows.append(MemoryRow(nodes, edges, task.budget_bytes))
+        rows.append(MemoryRow(nodes, edges, one.task.budget_bytes))
     return rows
+
+
+def _copy_pairs(problem: Problem, quotient: Quotient) -> set[Pair]:
+    """Classes of values and of their copies."""
+    return {
+        (quotient.class_of[problem.node_of_value[value]], quotient.class_of[copy])
+        for value, copy in problem.copy_of_value.items()
+    }
 
 
 def _fractions(problem: Problem, quotient: Quotient, choices: Choices, number: int) -> np.ndarray:
@@ -407,9 +492,10 @@ def _fractions(problem: Problem, quotient: Quotient, choices: Choices, number: i
 
 def _copy_bytes(choices: Choices, home: int, copy: int) -> np.ndarray:
     """Share of the array that a copy adds, by (home's option, copy's option): nothing where both agree."""
-    return np.array(
-        [
-            [0.0 if a == b or not isinstance(b, Layout) else 1 / shares(b, choices.mesh) for b in choices.options[copy]]
-            for a in choices.options[home]
-        ]
-    )
+    held = [1 / shares(one, choices.mesh) if isinstance(one, Layout) else 0.0 for one in choices.options[copy]]
+    table = np.tile(np.array(held), (len(choices.options[home]), 1))
+    place = {one: number for number, one in enumerate(choices.options[home])}
+    for number, one in enumerate(choices.options[copy]):
+        if one in place:
+            table[place[one], number] = 0.0
+    return table
