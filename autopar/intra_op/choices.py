@@ -117,8 +117,11 @@ def _value_seconds(node: ValueNode, layouts: list[Layout], mesh: Mesh, cluster: 
     seconds = {
         count: held / count
         + sum(
-            times * operator_seconds(flops / count, traffic / count, dtype, cluster)
-            for (flops, traffic, dtype), times in node.work.items()
+            times
+            * operator_seconds(
+                work.flops / count, work.bytes_moved / count, work.dtype, cluster, work.primitive, streamed=work.streamed
+            )
+            for work, times in node.work.items()
         )
         for count in set(pieces)
     }
