@@ -111,10 +111,14 @@ class _Header(Struct):
 # ------------------------------------------------------------------------------------------------------ where it lies
 
 
+def machine_cores() -> int:
+    """The cores that the process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def machine_name() -> str:
     """This machine and the cores that the process may use, which decide what is measured."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return f"{host.node() or 'unknown'} {host.machine()} {cores} cores"
+    return f"{host.node() or 'unknown'} {host.machine()} {machine_cores()} cores"
 
 
 def default_path(platform: str, device_kind: str, num_devices: int) -> Path:
