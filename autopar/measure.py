@@ -4,9 +4,10 @@ Each is timed inside an executable over all devices at once, as a train step run
 
     seconds of one = (chain of L − chain of 1) / (L − 1)        so the cost of a call drops out (:mod:`autopar.timing`)
 
-where every link of a chain waits for the one before.  A chain of collectives or of products is unrolled.  Elementwise kernels would be fused into one, so theirs is a loop whose
-number of trips is an argument; a trip runs four kernels, three of them (the counter's) on single numbers, and those are
-taken off again as three quarters of a trip of the same loop over one element on each device.
+where every link of a chain waits for the one before.  A chain of collectives or of products is unrolled.  Elementwise
+kernels would be fused into one, so theirs is a loop whose number of trips is an argument; a trip runs four kernels, three of
+them (the counter's) on single numbers, and those are taken off again as three quarters of a trip of the same loop over one
+element on each device.
 
 Memory that is new to a call has to be mapped and cleared by the operating system.  It is timed as what calls that return
 new arrays take longer than calls that take over the memory of their arguments.  Allocators keep some of what they are given
@@ -29,7 +30,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from autopar.cluster import Cluster, Platform
 from autopar.cost_model.collectives import Collective, wire_bytes
 from autopar.errors import ClusterError
-from autopar.measured_operations import OPERATIONS
+from autopar.measured_operations import OPERATIONS, Operation
 from autopar.profile import (
     SKINNINESS,
     CollectiveCurve,
@@ -201,10 +202,10 @@ class _Bench:
     def operations(self) -> Iterator[OperationRate]:
         """Seconds per FLOP of primitives that are no products, over an array that stays in the caches."""
         for operation in OPERATIONS:
-            self._say(f"{operation.primitive}")
+            self._say(operation.primitive)
             mesh = self._mesh(1)
             x = _spread(np.linspace(0.1, 0.9, operation.elements * len(self._devices), dtype=np.float32), mesh)
-            seconds = self._loop_seconds(lambda number, value, op=operation: op.apply(value), x, operation.trips)
+            seconds = self._loop_seconds(_repeated(operation), x, operation.trips)
             for name in (operation.primitive, *operation.like_it):
                 yield OperationRate(name, seconds / (operation.elements * operation.flops_of_element()))
 
@@ -314,6 +315,10 @@ def _spread(array: Any, mesh: jax.sharding.Mesh) -> jax.Array:
     return jax.device_put(array, NamedSharding(mesh, _SPEC))
 
 
+def _repeated(operation: Operation) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    return lambda number, value: operation.apply(value)
+
+
 def _unrolled(
     link: Callable[..., jax.Array], length: int, mesh: jax.sharding.Mesh, arguments: tuple[jax.Array, ...]
 ) -> Any:
@@ -385,8 +390,8 @@ def profile_rows(profile: Profile) -> Iterable[tuple[str, str, str]]:
     if (fresh := profile.fresh) is not None:
         yield "new arrays", *_ends(fresh.outputs, "B/s")
         yield "new scratch memory", *_ends(fresh.scratch, "B/s")
-    for one in profile.operations:
-        yield one.primitive, "", f"{1e-9 / one.seconds_per_flop:.2f} GFLOP/s"
+    for operation in profile.operations:
+        yield operation.primitive, "", f"{1e-9 / operation.seconds_per_flop:.2f} GFLOP/s"
     if (dispatch := profile.dispatch) is not None:
         yield "a call", f"{dispatch.call_seconds * 1e6:.1f} µs", ""
         yield "a message", f"{dispatch.message_seconds * 1e6:.1f} µs", ""

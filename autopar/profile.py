@@ -217,7 +217,7 @@ class Profile:
     operations: tuple[OperationRate, ...] = ()
 
     def __post_init__(self) -> None:
-        _refuse_twice("operations", ((one.primitive,) for one in self.operations))
+        _refuse_twice("operations", (one.primitive for one in self.operations))
         _refuse_twice("collectives", ((one.kind, one.group_size) for one in self.collectives))
         _refuse_twice("products", ((one.dtype, one.shape.value) for one in self.products))
 
@@ -280,7 +280,7 @@ class Profile:
         return found
 
 
-def _refuse_twice(what: str, keys: Iterable[tuple[object, object]]) -> None:
+def _refuse_twice(what: str, keys: Iterable[object]) -> None:
     seen = set()
     for number, key in enumerate(keys):
         if key in seen:

@@ -3,8 +3,8 @@
     load(save(profile)) = profile
 
 JSON, ``{"format": "autopar-profile", "version": 2, "profile": {…}}`` with the fields of ``Profile``; a curve is its list of
-``[amount, seconds]``, as measured.  Files of version 1 lack ``streamed``, ``fresh`` and ``operations`` and are read without.  Unknown fields, wrong types, NaN, negative numbers and cut files are refused with the
-file, the place in it, and what to do.
+``[amount, seconds]``, as measured.  Files of version 1 lack ``streamed``, ``fresh`` and ``operations`` and are read without.
+Unknown fields, wrong types, NaN, negative numbers and cut files are refused with the file, the place in it, and what to do.
 
 The default place is the user's cache directory, one file for each machine, backend, kind and number of devices.  The
 environment variable ``AUTOPAR_PROFILE`` names another file, or ``none`` for no profile at all.

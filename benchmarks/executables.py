@@ -69,7 +69,15 @@ def table(title: str, found: Sequence[Row]) -> Table:
     """The executables of one plan."""
     made = Table(title=title)
     made.add_column("stage, executable")
-    for column in ("measured ms", "predicted ms", "compute", "collectives", "new memory", "call", "predicted / measured"):
+    for column in (
+        "measured ms",
+        "predicted ms",
+        "compute",
+        "collectives",
+        "new memory",
+        "call",
+        "predicted / measured",
+    ):
         made.add_column(column, justify="right")
     for row in found:
         cost = row.cost

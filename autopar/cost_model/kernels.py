@@ -17,6 +17,7 @@ from autopar.graph.ir import Operator, Phase, Value
 from autopar.plan import Strategy
 from autopar.schedule.reshard import local_shape
 
+
 @dataclass(frozen=True)
 class Kernel:
     """An operator with its arrays; ``reads`` and ``writes`` are the operand and result positions that touch memory.

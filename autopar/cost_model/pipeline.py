@@ -1,8 +1,9 @@
 """What a pipeline will cost: its executables priced one by one, its lists of instructions simulated.
 
 An executable takes Σ runs + Σ collectives seconds, as a whole step does (:mod:`autopar.cost_model.predict`), and where the
-cluster carries a profile the seconds of a call, of which a step has many, and of the memory that is new to it; a message takes those of a transfer.  What of it is
-hidden, and what waits, is the simulator's to say, which lets meshes compute side by side and messages travel meanwhile:
+cluster carries a profile the seconds of a call, of which a step has many, and of the memory that is new to it; a message takes
+those of a transfer.  What of it is hidden, and what waits, is the simulator's to say, which lets meshes compute side by side
+and messages travel meanwhile:
 
     step seconds = when the last instruction of the last list is done
     bytes of a device = its slots at the fullest moment, each as long as its list keeps it, and the running executable's scratch

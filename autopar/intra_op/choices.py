@@ -119,7 +119,12 @@ def _value_seconds(node: ValueNode, layouts: list[Layout], mesh: Mesh, cluster: 
         + sum(
             times
             * operator_seconds(
-                work.flops / count, work.bytes_moved / count, work.dtype, cluster, work.primitive, streamed=work.streamed
+                work.flops / count,
+                work.bytes_moved / count,
+                work.dtype,
+                cluster,
+                work.primitive,
+                streamed=work.streamed,
             )
             for work, times in node.work.items()
         )
