@@ -163,6 +163,11 @@ class Mesh:
         """Number of devices."""
         return math.prod(self.axis_sizes)
 
+    @property
+    def dividing_names(self) -> tuple[str, ...]:
+        """Names of the axes of more than one device: a cut by another is none."""
+        return tuple(name for name, size in zip(self.axis_names, self.axis_sizes, strict=True) if size > 1)
+
     def position(self, name: str) -> int:
         """Index of the axis; raises ``ClusterError`` for a name that the mesh does not have."""
         try:

@@ -2,21 +2,21 @@
 
 Each is timed inside an executable over all devices at once, as a train step runs it:
 
-    seconds of one = (chain of L − chain of 1) / (L − 1)        so the cost of a call drops out
+    seconds of one = (chain of L − chain of 1) / (L − 1)        so the cost of a call drops out (:mod:`autopar.timing`)
 
-where every link of a chain waits for the one before.  The two chains take turns, so that a drift of the machine hits both,
-and the minimum of each stands for the machine at rest.  Where a busy machine makes the difference vanish, the chain of L
-over L, an upper bound, stands instead.
+where every link of a chain waits for the one before.  A chain of collectives or of products is unrolled.  Elementwise
+kernels would be fused into one, so theirs is a loop whose number of trips is an argument; a trip runs four kernels, three of
+them (the counter's) on single numbers, and those are taken off again as three quarters of a trip of the same loop over one
+element on each device.
 
-A chain of collectives or of products is unrolled.  Elementwise kernels would be fused into one, so theirs is a loop whose
-number of trips is an argument; a trip runs four kernels, three of them (the counter's) on single numbers, and those are
-taken off again as three quarters of a trip of the same loop over one element on each device.
+Memory that is new to a call has to be mapped and cleared by the operating system.  It is timed as what calls that return
+new arrays take longer than calls that take over the memory of their arguments.  Allocators keep some of what they are given
+back, so calls differ in earnest, and the median counts.
 """
 
 from __future__ import annotations
 
 import datetime as dt
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,11 +27,23 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from autopar.cluster import Cluster
+from autopar.cluster import Cluster, Platform
 from autopar.cost_model.collectives import Collective, wire_bytes
 from autopar.errors import ClusterError
-from autopar.profile import SKINNINESS, CollectiveCurve, Curve, Dispatch, ProductCurve, ProductShape, Profile
+from autopar.measured_operations import OPERATIONS, Operation
+from autopar.profile import (
+    SKINNINESS,
+    CollectiveCurve,
+    Curve,
+    Dispatch,
+    Fresh,
+    OperationRate,
+    ProductCurve,
+    ProductShape,
+    Profile,
+)
 from autopar.profile_file import machine_name
+from autopar.timing import LEAST_SECONDS, Timer
 
 CHAIN = 9
 CALL_ARGUMENTS = 64
@@ -40,9 +52,13 @@ ALONE_SIDE = 512
 KERNELS_OF_A_TRIP = 4
 LEAST_TRIPS, MOST_TRIPS, MOST_LOOPED_BYTES = 32, 512, 1 << 28
 """Of a loop: enough for its trips to outweigh the call, which allocates the result anew; few enough to end soon."""
-MOST_PIECES, FOOTPRINT_BYTES = 16, 1 << 25
-"""Elementwise kernels take turns on so many arrays, of at most so many bytes in all on each device: a step comes back to a
+MOST_PIECES, NEAR_BYTES = 16, 1 << 25
+"""Elementwise kernels take turns on so many arrays, of at most so many bytes in all on each device: a pass comes back to a
 small array soon, to a large one when it has left the caches."""
+STREAMED_BYTES = 1 << 26
+"""A device comes back to streamed arrays after so many bytes, which no cache holds for it."""
+FRESH_ARRAYS, FRESH_BYTES = 8, 1 << 25
+"""New arrays are returned so many at a time, of at most so many bytes in all on each device (but one at least)."""
 _SPEC = PartitionSpec(("other", "group"))
 
 
@@ -51,7 +67,8 @@ class Effort:
     """What is measured, and how long.
 
     ``full_bytes`` are the sizes of collectives (as in :mod:`autopar.cost_model.collectives`), ``sides`` the side lengths of
-    square products, ``array_bytes`` the sizes of elementwise kernels' arrays on one device.  ``seconds`` is what one
+    square products, ``array_bytes`` the sizes of elementwise kernels' arrays on one device, ``fresh_bytes`` those of new
+    arrays.  ``seconds`` is what one
     point may take once it is compiled, but each chain runs ``least_runs`` times; sizes whose product takes more than
     ``longest_seconds`` end their row.
     """
@@ -60,6 +77,7 @@ class Effort:
     sides: tuple[int, ...]
     dtypes: tuple[str, ...]
     array_bytes: tuple[int, ...]
+    fresh_bytes: tuple[int, ...]
     seconds: float
     least_runs: int = 5
     longest_seconds: float = 0.05
@@ -70,6 +88,7 @@ FULL = Effort(
     sides=(8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
     dtypes=("float32", "bfloat16", "float64"),
     array_bytes=tuple(1 << power for power in (10, 12, 14, 16, 18, 20, 22, 24)),
+    fresh_bytes=tuple(1 << power for power in (16, 18, 20, 22, 23, 24, 25, 26)),
     seconds=0.6,
 )
 QUICK = Effort(
@@ -77,6 +96,7 @@ QUICK = Effort(
     sides=(8, 64, 256, 512),
     dtypes=("float32",),
     array_bytes=tuple(1 << power for power in (12, 16, 20, 23)),
+    fresh_bytes=tuple(1 << power for power in (16, 20, 22, 24, 26)),
     seconds=0.1,
 )
 
@@ -102,6 +122,9 @@ def measure(effort: Effort = FULL, say: Callable[[str], None] = lambda message: 
         products=tuple(bench.products()),
         elementwise=bench.elementwise(),
         dispatch=bench.dispatch(),
+        streamed=bench.elementwise(STREAMED_BYTES),
+        fresh=bench.fresh() if cluster.device.platform is Platform.CPU else None,
+        operations=tuple(bench.operations()),
     )
 
 
@@ -111,6 +134,7 @@ class _Bench:
     def __init__(self, devices: Sequence[Any], effort: Effort, say: Callable[[str], None]) -> None:
         self._devices = list(devices)
         self._effort = effort
+        self._timer = Timer(effort.seconds, effort.least_runs)
         self._say = say
 
     # ------------------------------------------------------------------------------------------------------ what to time
@@ -147,17 +171,43 @@ class _Bench:
                         break
                 yield ProductCurve(dtype, jnp.dtype(dtype).itemsize, shape, _curve(samples))
 
-    def elementwise(self) -> Curve:
-        """``x · a + b``: one array read, one written."""
-        single = self._trip_seconds(1, MOST_TRIPS)
+    def elementwise(self, footprint_bytes: int | None = None) -> Curve:
+        """``x · a + b``: one array read, one written; with a footprint each trip comes to memory left alone for so many bytes."""
+        single = self._trip_seconds(1, MOST_TRIPS, 1)
         samples = {8.0: single / KERNELS_OF_A_TRIP}
         counter = single * (KERNELS_OF_A_TRIP - 1) / KERNELS_OF_A_TRIP
         for array_bytes in self._effort.array_bytes:
-            self._say(f"elementwise kernels over {array_bytes >> 10} KiB")
-            trips = min(max(MOST_LOOPED_BYTES // array_bytes, LEAST_TRIPS), MOST_TRIPS)
-            trip = self._trip_seconds(array_bytes // 4, trips)
+            if footprint_bytes is None:
+                pieces = min(max(NEAR_BYTES // array_bytes, 1), MOST_PIECES)
+            else:
+                pieces = max(footprint_bytes // array_bytes, 2)
+            self._say(f"elementwise kernels over {pieces} × {array_bytes >> 10} KiB")
+            trips = min(max(MOST_LOOPED_BYTES // array_bytes, LEAST_TRIPS), max(MOST_TRIPS, 2 * pieces))
+            trip = self._trip_seconds(array_bytes // 4, trips, pieces)
             samples[2.0 * array_bytes] = max(trip - counter, single / KERNELS_OF_A_TRIP)
         return _curve(samples)
+
+    def fresh(self) -> Fresh:
+        """What a call takes longer that returns new arrays than one that takes over the memory of its arguments."""
+        outputs, scratch = {}, {}
+        for array_bytes in self._effort.fresh_bytes:
+            self._say(f"new arrays of {array_bytes >> 10} KiB")
+            several = min(max(FRESH_BYTES // array_bytes, 1), FRESH_ARRAYS)
+            scratch[float(array_bytes)] = self._fresh_seconds(array_bytes // 4, 1)
+            outputs[float(array_bytes)] = (
+                self._fresh_seconds(array_bytes // 4, several) if several > 1 else scratch[float(array_bytes)]
+            )
+        return Fresh(_curve(outputs), _curve(scratch))
+
+    def operations(self) -> Iterator[OperationRate]:
+        """Seconds per FLOP of primitives that are no products, over an array that stays in the caches."""
+        for operation in OPERATIONS:
+            self._say(operation.primitive)
+            mesh = self._mesh(1)
+            x = _spread(np.linspace(0.1, 0.9, operation.elements * len(self._devices), dtype=np.float32), mesh)
+            seconds = self._loop_seconds(_repeated(operation), x, operation.trips)
+            for name in (operation.primitive, *operation.like_it):
+                yield OperationRate(name, seconds / (operation.elements * operation.flops_of_element()))
 
     def dispatch(self) -> Dispatch:
         """A call that does almost nothing, an array of one page from device to device, and products on one device alone."""
@@ -170,8 +220,8 @@ class _Bench:
         together = self._product_seconds("float32", side, side)
         one = _Bench(devices[:1], self._effort, self._say)
         return Dispatch(
-            call_seconds=self._least(lambda: tiny(*small)),
-            message_seconds=self._least(lambda: jax.device_put(page, devices[-1], may_alias=False)),
+            call_seconds=self._timer.least(lambda: tiny(*small)),
+            message_seconds=self._timer.least(lambda: jax.device_put(page, devices[-1], may_alias=False)),
             alone_speed=max(1.0, together / one._product_seconds("float32", side, side)),
         )
 
@@ -189,7 +239,7 @@ class _Bench:
         chains = [_unrolled(lambda value: link(value, group_size), length, mesh, (x,)) for length in (1, CHAIN)]
         for length, chain in zip((1, CHAIN), chains, strict=True):
             _check_count(kind, length, chain.as_text())
-        return self._difference(*(lambda chain=chain: chain(x) for chain in chains), extra=CHAIN - 1)
+        return self._timer.difference(*(lambda chain=chain: chain(x) for chain in chains), extra=CHAIN - 1)
 
     def _product_seconds(self, dtype: str, side: int, inner: int) -> float:
         """Seconds of one product of 2 · side · side · inner FLOPs on each device."""
@@ -207,55 +257,54 @@ class _Bench:
             chains = [_unrolled(link, length, mesh, (x, w)) for length in lengths]
             of_a_link = 1 if inner == side else 2
             extra = (lengths[1] - lengths[0]) * of_a_link
-            return self._difference(*(lambda chain=chain: chain(x, w) for chain in chains), extra=extra)
+            return self._timer.difference(*(lambda chain=chain: chain(x, w) for chain in chains), extra=extra)
 
-    def _trip_seconds(self, elements: int, trips: int) -> float:
+    def _trip_seconds(self, elements: int, trips: int, pieces: int) -> float:
         """Seconds of one trip of a loop around one elementwise kernel on so many float32 on each device.
 
         Each trip works on the next piece of an array.
         """
+        x = _spread(np.zeros(pieces * elements * len(self._devices), np.float32), self._mesh(1))
+
+        def trip(number: jax.Array, carried: jax.Array) -> jax.Array:
+            start = number % pieces * elements
+            piece = lax.dynamic_slice_in_dim(carried, start, elements)
+            return lax.dynamic_update_slice_in_dim(carried, piece * 0.999 + 1.0, start, 0)
+
+        return self._loop_seconds(trip, x, trips)
+
+    def _fresh_seconds(self, elements: int, count: int) -> float:
+        """Seconds that each of so many new arrays of float32 costs beyond one whose memory is there."""
         mesh = self._mesh(1)
-        pieces = min(max(FOOTPRINT_BYTES // (4 * elements), 1), MOST_PIECES)
-        x = _spread(np.zeros(pieces * elements * len(self._devices), np.float32), mesh)
+        arrays = [_spread(np.zeros(elements * len(self._devices), np.float32), mesh) for _ in range(count)]
+
+        def scaled(*values: jax.Array) -> tuple[jax.Array, ...]:
+            return tuple(value * 0.999 for value in values)
+
+        specs = (_SPEC,) * count
+        local = jax.shard_map(scaled, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
+        new = jax.jit(local).lower(*arrays).compile()
+        taking_over = jax.jit(local, donate_argnums=tuple(range(count))).lower(*arrays).compile()
+        held = [[jnp.copy(array) for array in arrays]]
+
+        def in_place() -> list[jax.Array]:
+            held[0] = list(taking_over(*held[0]))
+            return held[0]
+
+        there, beyond = self._timer.typical(in_place, lambda: new(*arrays))
+        return max((beyond - there) / count, LEAST_SECONDS)
+
+    def _loop_seconds(self, trip: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, trips: int) -> float:
+        """Seconds of one trip on each device: ``trip`` makes, of its number and an array, the next array."""
+        mesh = self._mesh(1)
 
         def loop(count: jax.Array, value: jax.Array) -> jax.Array:
-            def trip(number: jax.Array, carried: jax.Array) -> jax.Array:
-                start = number % pieces * elements
-                piece = lax.dynamic_slice_in_dim(carried, start, elements)
-                return lax.dynamic_update_slice_in_dim(carried, piece * 0.999 + 1.0, start, 0)
-
             return lax.fori_loop(0, count, trip, value)
 
         local = jax.shard_map(loop, mesh=mesh, in_specs=(PartitionSpec(), _SPEC), out_specs=_SPEC, check_vma=False)
         counts = [jax.device_put(np.int32(count), NamedSharding(mesh, PartitionSpec())) for count in (1, trips + 1)]
         compiled = jax.jit(local).lower(counts[0], x).compile()
-        return self._difference(*(lambda count=count: compiled(count, x) for count in counts), extra=trips)
-
-    def _least(self, call: Callable[[], Any]) -> float:
-        """The fewest seconds in which a call's result is there."""
-        jax.block_until_ready(call())
-        best, runs, started = float("inf"), 0, time.perf_counter()
-        while runs < self._effort.least_runs or time.perf_counter() - started < self._effort.seconds:
-            begun = time.perf_counter()
-            jax.block_until_ready(call())
-            best = min(best, time.perf_counter() - begun)
-            runs += 1
-        return best
-
-    def _difference(self, short: Callable[[], Any], long: Callable[[], Any], *, extra: int) -> float:
-        """Seconds of one link: what the long chain takes beyond the short one, by the number of links that it has more."""
-        best = [float("inf"), float("inf")]
-        jax.block_until_ready((short(), long()))
-        started = time.perf_counter()
-        runs = 0
-        while runs < self._effort.least_runs or time.perf_counter() - started < self._effort.seconds:
-            for place, chain in enumerate((short, long)):
-                begun = time.perf_counter()
-                jax.block_until_ready(chain())
-                best[place] = min(best[place], time.perf_counter() - begun)
-            runs += 1
-        difference = best[1] - best[0]
-        return difference / extra if difference > 0 else best[1] / (extra + 1)
+        return self._timer.difference(*(lambda count=count: compiled(count, x) for count in counts), extra=trips)
 
 
 def _curve(samples: dict[float, float]) -> Curve:
@@ -264,6 +313,10 @@ def _curve(samples: dict[float, float]) -> Curve:
 
 def _spread(array: Any, mesh: jax.sharding.Mesh) -> jax.Array:
     return jax.device_put(array, NamedSharding(mesh, _SPEC))
+
+
+def _repeated(operation: Operation) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    return lambda number, value: operation.apply(value)
 
 
 def _unrolled(
@@ -332,6 +385,13 @@ def profile_rows(profile: Profile) -> Iterable[tuple[str, str, str]]:
     for product in profile.products:
         yield f"{product.shape.value} products, {product.dtype}", *_ends(product.curve, "FLOP/s")
     yield "elementwise kernels", *_ends(profile.elementwise, "B/s")
+    if profile.streamed is not None:
+        yield "elementwise kernels, streamed", *_ends(profile.streamed, "B/s")
+    if (fresh := profile.fresh) is not None:
+        yield "new arrays", *_ends(fresh.outputs, "B/s")
+        yield "new scratch memory", *_ends(fresh.scratch, "B/s")
+    for operation in profile.operations:
+        yield operation.primitive, "", f"{1e-9 / operation.seconds_per_flop:.2f} GFLOP/s"
     if (dispatch := profile.dispatch) is not None:
         yield "a call", f"{dispatch.call_seconds * 1e6:.1f} µs", ""
         yield "a message", f"{dispatch.message_seconds * 1e6:.1f} µs", ""

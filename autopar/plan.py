@@ -142,13 +142,15 @@ class Prediction:
     memory: Memory
     simulated_seconds: float | None = None
     """Of a pipeline: seconds of a step; the other figures are then those of the busiest stage and the fullest device."""
+    allocation_seconds: float = 0.0
+    """Seconds that memory costs because it is new to the call, as far as that was measured."""
 
     @property
     def step_seconds(self) -> float:
-        """All compute (the update included) and all communication, one after the other; of a pipeline as simulated."""
+        """Compute (the update included), communication and new memory, one after the other; of a pipeline as simulated."""
         if self.simulated_seconds is not None:
             return self.simulated_seconds
-        return self.compute_seconds + self.communication_seconds
+        return self.compute_seconds + self.communication_seconds + self.allocation_seconds
 
 
 @dataclass(frozen=True)

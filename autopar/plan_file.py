@@ -107,6 +107,7 @@ class _PredictionEntry(Struct, forbid_unknown_fields=True):
     collectives: tuple[_CollectiveEntry, ...]
     memory: _MemoryEntry
     simulated_seconds: _Number | None = None
+    allocation_seconds: _Number = 0.0
 
 
 class _SolverEntry(Struct, forbid_unknown_fields=True):
@@ -260,6 +261,7 @@ def _from_prediction(prediction: Prediction) -> _PredictionEntry:
             largest=tuple((name, index(size)) for name, size in memory.largest),
         ),
         simulated_seconds=None if prediction.simulated_seconds is None else float(prediction.simulated_seconds),
+        allocation_seconds=float(prediction.allocation_seconds),
     )
 
 

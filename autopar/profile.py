@@ -4,9 +4,13 @@ A profile holds *curves*: seconds as a function of an amount, all devices of one
 
     collectives     by kind and group size   of the bytes that one device sends (wire bytes, ring accounting)
     products        by dtype and shape       of the FLOPs of one matrix product on one device
-    elementwise                              of the bytes that one kernel on one device reads and writes
+    elementwise                              of the bytes that one kernel on one device reads and writes, soon after others did
+    streamed                                 of the same bytes, which nobody has touched since they left the caches
+    fresh outputs, scratch                   of the bytes of an array, or of a block, that is allocated for one call
 
-and what only several executables show that take turns and run side by side (:class:`Dispatch`).
+rates of single operations (:class:`OperationRate`), and what only several executables show that take turns and run side by
+side (:class:`Dispatch`).  What a profile does not hold is priced without: streamed bytes as others, fresh memory as free,
+operations at the rate of matrix products.
 
 A curve is made to rise (isotonic by running maximum: more work never takes less time), is piecewise linear between its
 points, flat below the first – the latency, or the cost of starting a kernel – and goes on beyond the last at the rate of
@@ -157,6 +161,41 @@ class Dispatch:
 
 
 @dataclass(frozen=True)
+class Fresh:
+    """Seconds that memory costs beyond its use, because it is new to every call: pages are mapped and cleared one by one.
+
+    ``outputs`` are of one of several arrays that a call returns without taking over an argument's memory, ``scratch`` of the
+    one block in which it keeps its intermediate arrays; amounts are bytes on one device.  Allocators keep small blocks, so
+    these cost almost nothing.
+    """
+
+    outputs: Curve
+    scratch: Curve
+
+    def seconds(self, output_bytes: Iterable[float], scratch_bytes: float) -> float:
+        """Seconds of a call that returns arrays of so many bytes and needs so much scratch memory."""
+        arrays = sum(self.outputs.at(size) for size in output_bytes if size)
+        return arrays + (self.scratch.at(scratch_bytes) if scratch_bytes else 0.0)
+
+
+@dataclass(frozen=True)
+class OperationRate:
+    """Seconds per FLOP, as :mod:`autopar.graph.flops` counts them, of one primitive inside a kernel on one device.
+
+    Raises ``ClusterError`` for seconds that are not finite and above zero.
+    """
+
+    primitive: str
+    seconds_per_flop: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.seconds_per_flop) and self.seconds_per_flop > 0):
+            raise ClusterError(
+                f"seconds_per_flop of {self.primitive!r} is {self.seconds_per_flop!r}; give a finite number above zero"
+            )
+
+
+@dataclass(frozen=True)
 class Profile:
     """Everything measured on the devices of one host; where and when (ISO 8601) it was.
 
@@ -173,8 +212,12 @@ class Profile:
     products: tuple[ProductCurve, ...]
     elementwise: Curve
     dispatch: Dispatch | None = None
+    streamed: Curve | None = None
+    fresh: Fresh | None = None
+    operations: tuple[OperationRate, ...] = ()
 
     def __post_init__(self) -> None:
+        _refuse_twice("operations", (one.primitive for one in self.operations))
         _refuse_twice("collectives", ((one.kind, one.group_size) for one in self.collectives))
         _refuse_twice("products", ((one.dtype, one.shape.value) for one in self.products))
 
@@ -194,6 +237,22 @@ class Profile:
         if not sizes:
             return None
         return sizes[min(sizes, key=lambda size: abs(1 / size - 1 / group_size))]
+
+    def memory_seconds(self, bytes_moved: float, *, streamed: bool) -> float:
+        """Seconds of a kernel that reads and writes so many bytes; ``streamed``: they were last touched long ago."""
+        if not bytes_moved:
+            return 0.0
+        near = self.elementwise.at(bytes_moved)
+        return max(near, self.streamed.at(bytes_moved)) if streamed and self.streamed is not None else near
+
+    def operation_seconds(self, flops: float, primitive: str) -> float | None:
+        """Seconds of so many FLOPs of one primitive; None for one that was not measured."""
+        rate = self._rates.get(primitive)
+        return None if rate is None else flops * rate
+
+    @cached_property
+    def _rates(self) -> dict[str, float]:
+        return {one.primitive: one.seconds_per_flop for one in self.operations}
 
     def product_seconds(self, flops: float, bytes_moved: float, dtype: str) -> float | None:
         """Seconds of one matrix product on one device; None for a dtype that was not measured."""
@@ -221,7 +280,7 @@ class Profile:
         return found
 
 
-def _refuse_twice(what: str, keys: Iterable[tuple[object, object]]) -> None:
+def _refuse_twice(what: str, keys: Iterable[object]) -> None:
     seen = set()
     for number, key in enumerate(keys):
         if key in seen:

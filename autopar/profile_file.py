@@ -2,9 +2,9 @@
 
     load(save(profile)) = profile
 
-JSON, ``{"format": "autopar-profile", "version": 1, "profile": {…}}`` with the fields of ``Profile``; a curve is its list of
-``[amount, seconds]``, as measured.  Unknown fields, wrong types, NaN, negative numbers and cut files are refused with the
-file, the place in it, and what to do.
+JSON, ``{"format": "autopar-profile", "version": 2, "profile": {…}}`` with the fields of ``Profile``; a curve is its list of
+``[amount, seconds]``, as measured.  Files of version 1 lack ``streamed``, ``fresh`` and ``operations`` and are read without.
+Unknown fields, wrong types, NaN, negative numbers and cut files are refused with the file, the place in it, and what to do.
 
 The default place is the user's cache directory, one file for each machine, backend, kind and number of devices.  The
 environment variable ``AUTOPAR_PROFILE`` names another file, or ``none`` for no profile at all.
@@ -25,10 +25,21 @@ import msgspec
 from msgspec import Meta, Struct
 
 from autopar.errors import ClusterError
-from autopar.profile import CollectiveCurve, Curve, Dispatch, ProductCurve, ProductShape, Profile, Samples
+from autopar.profile import (
+    CollectiveCurve,
+    Curve,
+    Dispatch,
+    Fresh,
+    OperationRate,
+    ProductCurve,
+    ProductShape,
+    Profile,
+    Samples,
+)
 
 FILE_FORMAT = "autopar-profile"
-FILE_VERSION = 1
+FILE_VERSION = 2
+READABLE_VERSIONS = (1, FILE_VERSION)
 PLACE_VARIABLE = "AUTOPAR_PROFILE"
 NO_PROFILE = "none"
 _ADVICE = "correct it, or measure again with `autopar profile`"
@@ -58,6 +69,16 @@ class _Dispatch(Struct, forbid_unknown_fields=True):
     alone_speed: Annotated[float, Meta(ge=1)]
 
 
+class _Fresh(Struct, forbid_unknown_fields=True):
+    outputs: _Samples
+    scratch: _Samples
+
+
+class _Operation(Struct, forbid_unknown_fields=True):
+    primitive: str
+    seconds_per_flop: _Positive
+
+
 class _Profile(Struct, forbid_unknown_fields=True, kw_only=True):
     jax_version: str
     platform: str
@@ -69,6 +90,9 @@ class _Profile(Struct, forbid_unknown_fields=True, kw_only=True):
     products: tuple[_Product, ...]
     elementwise: _Samples
     dispatch: _Dispatch | None = None
+    streamed: _Samples | None = None
+    fresh: _Fresh | None = None
+    operations: tuple[_Operation, ...] = ()
 
 
 class _File(Struct, forbid_unknown_fields=True):
@@ -87,10 +111,14 @@ class _Header(Struct):
 # ------------------------------------------------------------------------------------------------------ where it lies
 
 
+def machine_cores() -> int:
+    """The cores that the process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def machine_name() -> str:
     """This machine and the cores that the process may use, which decide what is measured."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return f"{host.node() or 'unknown'} {host.machine()} {cores} cores"
+    return f"{host.node() or 'unknown'} {host.machine()} {machine_cores()} cores"
 
 
 def default_path(platform: str, device_kind: str, num_devices: int) -> Path:
@@ -132,6 +160,9 @@ def save_profile(profile: Profile, path: str | Path) -> None:
         ),
         elementwise=profile.elementwise.samples,
         dispatch=None if profile.dispatch is None else _Dispatch(**dataclasses.asdict(profile.dispatch)),
+        streamed=None if profile.streamed is None else profile.streamed.samples,
+        fresh=None if (fresh := profile.fresh) is None else _Fresh(fresh.outputs.samples, fresh.scratch.samples),
+        operations=tuple(_Operation(one.primitive, one.seconds_per_flop) for one in profile.operations),
     )
     data = msgspec.json.encode(_File(FILE_FORMAT, FILE_VERSION, stored))
     target = Path(os.path.realpath(path))
@@ -165,10 +196,10 @@ def _decode(path: str, data: bytes) -> Profile:
         header = msgspec.json.decode(data, type=_Header)
         if header.format != FILE_FORMAT:
             raise ClusterError(f"{path}: $.format is {header.format!r}, not {FILE_FORMAT!r}; this is no profile")
-        if header.version != FILE_VERSION:
+        if header.version not in READABLE_VERSIONS:
             raise ClusterError(
-                f"{path}: $.version is {header.version}, this release reads {FILE_VERSION}; measure again with "
-                "`autopar profile`"
+                f"{path}: $.version is {header.version}, this release reads {' and '.join(map(str, READABLE_VERSIONS))}; "
+                "measure again with `autopar profile`"
             )
         stored = msgspec.json.decode(data, type=_File).profile
     except msgspec.ValidationError as error:
@@ -207,9 +238,16 @@ def _profile(path: str, stored: _Profile) -> Profile:
             ),
             elementwise=_curve("elementwise", stored.elementwise),
             dispatch=None if stored.dispatch is None else Dispatch(**msgspec.structs.asdict(stored.dispatch)),
+            streamed=None if stored.streamed is None else _curve("streamed", stored.streamed),
+            fresh=None if stored.fresh is None else _fresh(stored.fresh),
+            operations=tuple(OperationRate(one.primitive, one.seconds_per_flop) for one in stored.operations),
         )
     except ClusterError as error:
         raise ClusterError(f"{path}: $.profile.{error}") from error
+
+
+def _fresh(stored: _Fresh) -> Fresh:
+    return Fresh(_curve("fresh.outputs", stored.outputs), _curve("fresh.scratch", stored.scratch))
 
 
 def _curve(place: str, samples: Samples) -> Curve:

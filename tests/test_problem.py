@@ -28,6 +28,7 @@ from autopar.intra_op.extract import stage_of
 from autopar.intra_op.ilp import solve
 from autopar.intra_op.model import Model
 from autopar.intra_op.problem import Edge, Problem, ValueNode, gathering_carries, state_problem
+from autopar.plan import Layout, Strategy
 from autopar.schedule.spmd import Reshard, lower, output_layouts
 from examples.gpt.model import GPTConfig, OptimizerConfig, create_state, train_step
 from tests.enumerator import TooManyPlansError, cheapest_plan_seconds
@@ -273,6 +274,35 @@ def test_every_array_of_a_step_has_a_home_and_every_operator_a_strategy() -> Non
         if any(value in ranked for value in operator.results):
             assert operator.id in stage.strategies, operator
     assert set(problem.node_of_operator).isdisjoint(problem.followers)
+
+
+@pytest.mark.parametrize("sizes", [(1,), (2, 1), (1, 2)], ids=str)
+def test_an_axis_of_one_device_cuts_nothing(sizes: tuple[int, ...]) -> None:
+    """Collectives among one device move nothing, and XLA:CPU turns arrays around for them."""
+    _, problem, _ = gpt_problem(1)
+    mesh = Mesh(("data", "model")[: len(sizes)], sizes)
+    quotient = merge_alike(problem, {})
+    choices = choices_on(problem, quotient, mesh, cluster_of(1.0, 1e-6), {})
+    options = {option for own in choices.options for option in own}
+    named = {name for option in options for axes in _axes_of(option) for name in axes}
+    assert named == set(mesh.dividing_names)
+
+
+def _axes_of(option: Layout | Strategy) -> list[tuple[str, ...]]:
+    if isinstance(option, Layout):
+        return [*option.dims, option.partial]
+    return [*option.factors, option.passing]
+
+
+def test_a_demand_by_an_axis_of_one_device_is_met_by_no_cut() -> None:
+    _, problem, _ = gpt_problem(1)
+    quotient = merge_alike(problem, {})
+    firsts = [members[0] for members in quotient.members]
+    nodes = [problem.nodes[first] for first in firsts]
+    number = next(k for k, node in enumerate(nodes) if isinstance(node, ValueNode) and len(node.shape) == 2)
+    demanded = {firsts[number]: frozenset((Layout((("data",), ())),))}
+    choices = choices_on(problem, quotient, Mesh(("data",), (1,)), cluster_of(1.0, 1e-6), demanded)
+    assert choices.options[number] == [Layout(((), ()))]
 
 
 def test_state_has_one_home_and_optimizer_state_may_have_another() -> None:

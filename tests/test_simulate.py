@@ -68,15 +68,20 @@ def test_a_blocking_send_holds_its_mesh_up() -> None:
     assert seconds_of(done) == {"0.0": (0.0, 2.0), "m0": (2.0, 2.5), "0.1": (2.5, 4.5), "1.0": (2.5, 4.5)}
 
 
-def test_a_message_waits_until_it_may_arrive() -> None:
+def test_a_message_does_not_wait_for_its_target_to_ask_unless_it_blocks() -> None:
     x, y = Slot(0, 0, 0), Slot(1, 0, 0)
     lists: list[list[Instruction]] = [
         [Run(task(0), (), (x,)), Send(0, 0, x)],
         [Run(task(1), (), ()), Run(task(1, 1), (), ()), Receive(0, 0, y), Run(task(1, 2), (y,), ())],
     ]
-    done = simulate(lists, Work(lambda task: 1.0 if task.stage == 0 else 3.0, lambda transfer: Load(1.0)), apart(2))
-    assert seconds_of(done)["m0"] == (3.0, 4.0)  # posted when the second task of mesh 1 starts
+    work = Work(lambda task: 1.0 if task.stage == 0 else 3.0, lambda transfer: Load(1.0), lambda slot: 8.0)
+    done = simulate(lists, work, apart(2))
+    assert seconds_of(done)["m0"] == (1.0, 2.0)
     assert seconds_of(done)["1.2"] == (6.0, 9.0)
+    assert done.memory[1] == ((0.0, 0.0), (1.0, 8.0))  # from when the message leaves
+    blocking = simulate(lists, work, apart(2), Transport.BLOCKING)
+    assert seconds_of(blocking)["m0"] == (3.0, 4.0)  # mesh 1 stands at the Receive while its second task runs
+    assert blocking.memory[1] == ((0.0, 0.0), (3.0, 8.0))
 
 
 def test_messages_share_a_link_fairly() -> None:

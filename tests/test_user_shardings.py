@@ -466,7 +466,7 @@ def test_names_alone_on_any_number_of_devices(count: int, names: Any, meshes: li
     cluster = eight_slow_devices().replace(devices_per_host=count)
     plan = parallel(boxed_step, cluster=cluster).plan(boxed_state(Boxed(names)), make_batch())
     assert str(plan.mesh) in meshes
-    cut = {axis for axis in names if axis in plan.mesh.axis_names}
+    cut = {axis for axis in names if axis in plan.mesh.dividing_names}
     assert {layout.axes for layout in kernels_of(plan)} == {frozenset(cut)}
 
 

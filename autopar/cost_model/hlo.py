@@ -139,8 +139,8 @@ def step_seconds(module: HloModule, cluster: Cluster, found: Iterable[HloCollect
         work = by_dtype.total()
         if work or moved:
             dtype = by_dtype.most_common(1)[0][0] if by_dtype else step.instruction.shape.dtype
-            product = _is_product(step.instruction, module)
-            seconds = operator_seconds(work, moved, numpy_dtype_name(dtype), cluster, product=product)
+            primitive = "dot_general" if _is_product(step.instruction, module) else ""
+            seconds = operator_seconds(work, moved, numpy_dtype_name(dtype), cluster, primitive)
             compute_seconds += step.times * seconds
             total_flops += step.times * work
             total_bytes += step.times * moved

@@ -13,12 +13,9 @@ from dataclasses import dataclass
 
 from autopar.cluster import Cluster, Mesh
 from autopar.cost_model.roofline import operator_seconds
-from autopar.graph.ir import Operator, Value
+from autopar.graph.ir import Operator, Phase, Value
 from autopar.plan import Strategy
 from autopar.schedule.reshard import local_shape
-
-PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
-"""Primitives that the matrix units run."""
 
 
 @dataclass(frozen=True)
@@ -62,5 +59,6 @@ def kernel_cost(kernel: Kernel, strategy: Strategy, mesh: Mesh, cluster: Cluster
     traffic = min(traffic, repeats * operator.bytes_moved / pieces)
     flops = operator.flops / pieces
     dtype = kernel.results[0].dtype if kernel.results else "float32"
-    product = operator.primitive in PRODUCTS
-    return KernelCost(flops, traffic, operator_seconds(flops, traffic, dtype, cluster, product=product))
+    streamed = operator.phase is Phase.UPDATE
+    seconds = operator_seconds(flops, traffic, dtype, cluster, operator.primitive, streamed=streamed)
+    return KernelCost(flops, traffic, seconds)

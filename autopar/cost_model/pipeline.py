@@ -1,8 +1,9 @@
 """What a pipeline will cost: its executables priced one by one, its lists of instructions simulated.
 
 An executable takes Σ runs + Σ collectives seconds, as a whole step does (:mod:`autopar.cost_model.predict`), and where the
-cluster carries a profile the seconds of a call, of which a step has many; a message takes those of a transfer.  What of it is
-hidden, and what waits, is the simulator's to say, which lets meshes compute side by side and messages travel meanwhile:
+cluster carries a profile the seconds of a call, of which a step has many, and of the memory that is new to it; a message takes
+those of a transfer.  What of it is hidden, and what waits, is the simulator's to say, which lets meshes compute side by side
+and messages travel meanwhile:
 
     step seconds = when the last instruction of the last list is done
     bytes of a device = its slots at the fullest moment, each as long as its list keeps it, and the running executable's scratch
@@ -19,7 +20,7 @@ from autopar.cluster import Cluster
 from autopar.cost_model.arrays import arrays_of
 from autopar.cost_model.machine import Load, Machine, make_machine, message_load
 from autopar.cost_model.memory import timeline
-from autopar.cost_model.predict import collectives_of, run_costs
+from autopar.cost_model.predict import collectives_of, local_bytes, run_costs
 from autopar.cost_model.simulate import Simulation, Work, simulate
 from autopar.cost_model.transfers import cheapest_transfer, finishing_seconds
 from autopar.graph.fusion import Fusion
@@ -46,11 +47,12 @@ class ExecutableCost:
     temp_bytes: int
     collectives: tuple[CollectiveUse, ...]
     call_seconds: float = 0.0
+    allocation_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """The call, compute and collectives, one after the other."""
-        return self.call_seconds + self.compute_seconds + self.communication_seconds
+        """The call, its new memory, compute and collectives, one after the other."""
+        return self.call_seconds + self.allocation_seconds + self.compute_seconds + self.communication_seconds
 
 
 @dataclass(frozen=True)
@@ -101,16 +103,27 @@ def executable_cost(one: Executable, fusion: Fusion, cluster: Cluster) -> Execut
     program = _as_program(one)
     runs = run_costs(program, fusion, cluster)
     collectives = tuple(collectives_of(program, cluster))
+    temp_bytes = _temp_bytes(one, program, cluster.device.platform.value)
     return ExecutableCost(
         compute_seconds=sum(run.seconds for run in runs),
         communication_seconds=sum(use.seconds for use in collectives),
         update_seconds=sum(run.seconds for run in runs if run.operator.phase is Phase.UPDATE),
         flops=sum(run.flops for run in runs),
         bytes_moved=sum(run.bytes_moved for run in runs),
-        temp_bytes=_temp_bytes(one, program, cluster.device.platform.value),
+        temp_bytes=temp_bytes,
         collectives=collectives,
         call_seconds=_call_seconds(cluster),
+        allocation_seconds=_allocation_seconds(one, temp_bytes, cluster),
     )
+
+
+def _allocation_seconds(one: Executable, temp_bytes: int, cluster: Cluster) -> float:
+    """Seconds of results that take over no argument's memory, and of scratch memory."""
+    if cluster.profile is None or (fresh := cluster.profile.fresh) is None:
+        return 0.0
+    taken_over = {result for _, result in one.donations}
+    new = [result.place.buffer for number, result in enumerate(one.results) if number not in taken_over]
+    return fresh.seconds((local_bytes(one.program, buffer) for buffer in new), temp_bytes)
 
 
 def _dispatch(cluster: Cluster) -> Dispatch | None:
@@ -201,6 +214,7 @@ def predict_pipeline(pipeline: Pipeline, costs: Sequence[StageCost], simulation:
         collectives=tuple(collectives),
         memory=Memory(state, state, state, peak - state, {"state": state, "other": peak - state}),
         simulated_seconds=simulation.step_seconds,
+        allocation_seconds=sum(cost.allocation_seconds * times for cost, times in runs),
     )
 
 

@@ -1,6 +1,7 @@
 """What a step will cost: the steps of an SPMD program priced one by one, nothing compiled.
 
     step seconds = Σ runs (roofline of one device's share) + Σ collectives (α-β over the links that they cross)
+                 + what memory costs that is new to the call (as measured, where a profile says so)
 
 Collectives that the backend combines (:mod:`autopar.cost_model.combine`) pay their latency once.  Nothing overlaps in this
 sum: inside one executable on CPU nothing does, and elsewhere it is an upper bound.
@@ -20,7 +21,7 @@ from autopar.graph.fusion import Fusion
 from autopar.graph.ir import Operator, Phase
 from autopar.plan import CollectiveUse, Memory, Prediction
 from autopar.schedule.reshard import after_move, local_shape
-from autopar.schedule.spmd import Run, SpmdProgram
+from autopar.schedule.spmd import Buffer, Run, SpmdProgram
 from autopar.schedule.wire import wire_itemsize_bytes
 
 
@@ -47,7 +48,23 @@ def predict(program: SpmdProgram, fusion: Fusion, cluster: Cluster, memory: Memo
         bytes_moved=sum(run.bytes_moved for run in runs),
         collectives=collectives,
         memory=memory,
+        allocation_seconds=_allocation_seconds(program, memory, cluster),
     )
+
+
+def _allocation_seconds(program: SpmdProgram, memory: Memory, cluster: Cluster) -> float:
+    """Seconds of results that take over no argument's memory, and of scratch memory."""
+    if cluster.profile is None or (fresh := cluster.profile.fresh) is None or not memory.output_bytes:
+        return 0.0
+    sizes = [local_bytes(program, buffer) for buffer in program.outputs if buffer is not None]
+    new_share = 1.0 - memory.alias_bytes / memory.output_bytes
+    return fresh.seconds(sizes, 0.0) * new_share + fresh.seconds((), memory.temp_bytes)
+
+
+def local_bytes(program: SpmdProgram, buffer: Buffer) -> int:
+    """Bytes of a buffer on one device."""
+    value = program.values[buffer.value]
+    return value.itemsize_bytes * math.prod(local_shape(value.shape, buffer.layout, program.mesh))
 
 
 def run_costs(program: SpmdProgram, fusion: Fusion, cluster: Cluster) -> list[RunCost]:

@@ -3,13 +3,14 @@
 Each mesh walks down its list.  A ``Run`` starts when the ``Run`` before it has ended and its inputs are there; the walk
 then goes on at once to the next ``Run``, at which it waits.  What it passes:
 
-    Send      the message may leave as soon as its source is made
-    Receive   the message may arrive from now on; its memory is taken
+    Send      the message leaves as soon as its source is made
+    Receive   the memory of the message is taken, if it was not when the message left
     Free      the memory is given back when the ``Run`` that was started last, and messages from the slot, have ended
 
-A message flows when it may leave and may arrive: first its latency, then its bytes, over what other messages leave it of
-the links (:mod:`autopar.cost_model.machine`).  So messages and tasks overlap.  A blocking transport differs in one thing:
-the walk waits at a ``Send`` and at a ``Receive`` until the message has arrived.
+First comes a message's latency, then flow its bytes, over what other messages leave it of the links
+(:mod:`autopar.cost_model.machine`).  So messages and tasks overlap, and nobody waits for the target to ask: a transport in one
+process copies as soon as there is something to copy.  A blocking transport differs in two things: a message leaves when its
+target stands at the ``Receive``, and the walk waits at a ``Send`` and at a ``Receive`` until the message has arrived.
 
 Memory at a time is the bytes of the slots that live then; a ``Run`` takes that of its outputs when it starts, and gives
 that of its donated inputs back at the same moment.
@@ -30,7 +31,7 @@ from autopar.schedule.instructions import Instruction, InstructionList, Receive,
 
 
 class Transport(Enum):
-    """Whether ``Send`` and ``Receive`` wait for the message."""
+    """Whether ``Send`` and ``Receive`` wait for each other and for the message."""
 
     ASYNCHRONOUS = "asynchronous"
     BLOCKING = "blocking"
@@ -125,8 +126,9 @@ class _Message:
     target: Slot | None = None
     source_mesh: int = -1
     target_mesh: int = -1
-    lacks: int = 3  # of: may leave, may arrive, source made
+    lacks: int = 2  # of: sent, source made; of a blocking one, received as well
     start_seconds: float = 0.0
+    has_memory: bool = False  # on the target mesh
     flowing: bool = False
     arrived: bool = False
 
@@ -243,7 +245,9 @@ class _Simulator:
                 loads[end.transfer] = load, _usage(load.bytes_on, size, self.numbers), size
             self.messages[name] = len(self.table)
             load, usage, size = loads[end.transfer]
-            self.table.append(_Message(end.transfer, end.microbatch, load, usage, size))
+            message = _Message(end.transfer, end.microbatch, load, usage, size)
+            message.lacks += self.blocking
+            self.table.append(message)
         return self.table[self.messages[name]]
 
     def run(self) -> Simulation:
@@ -319,23 +323,30 @@ class _Simulator:
     def _post(self, number: int, end: Send | Receive, message: int) -> None:
         """A mesh stands ready for its end of a message."""
         if isinstance(end, Receive):
-            if self.memory:
-                self.memory[number].change(self.clock.now_seconds, (end.target,), ())
-                self.memory[number].hold(end.target)
-        else:
-            if self.memory:
-                self.memory[number].hold(end.source)
-            if end.source in self.unmade:
-                self.leaving.setdefault(end.source, []).append(message)
-            else:
+            self._take_memory(self.table[message])
+            if self.blocking:
                 self._bring_nearer(message)
+            return
+        if self.memory:
+            self.memory[number].hold(end.source)
+        if end.source in self.unmade:
+            self.leaving.setdefault(end.source, []).append(message)
+        else:
+            self._bring_nearer(message)
         self._bring_nearer(message)
 
+    def _take_memory(self, message: _Message) -> None:
+        if self.memory and not message.has_memory and message.target is not None:
+            self.memory[message.target_mesh].change(self.clock.now_seconds, (message.target,), ())
+            self.memory[message.target_mesh].hold(message.target)
+        message.has_memory = True
+
     def _bring_nearer(self, number: int) -> None:
-        """One of the three things that a message waits for has happened."""
+        """One of the things that a message waits for has happened."""
         message = self.table[number]
         message.lacks -= 1
-        if not message.lacks:
+        if not message.lacks and message.target is not None:
+            self._take_memory(message)
             message.start_seconds = self.clock.now_seconds
             self.clock.wait(len(self.meshes) + number, message.load.latency_seconds)
 

@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
+from autopar.graph.ir import Phase
 from autopar.intra_op.problem import End, OperatorNode, Port, Problem, ValueNode
 
 ROUNDS = 6
@@ -97,4 +98,5 @@ def _first_colour(node: ValueNode | OperatorNode, demand: Hashable) -> Hashable:
     kernel = node.kernel
     shapes = tuple(None if v is None else (v.shape, v.dtype) for v in (*kernel.operands, *kernel.results))
     memory = (kernel.reads, kernel.writes, operator.flops, operator.bytes_moved, node.trips, node.may_pass_partial)
-    return (operator.primitive, factors, operator.rule.operands, operator.rule.results, shapes, memory, demand)
+    name = operator.primitive, operator.phase is Phase.UPDATE
+    return (name, factors, operator.rule.operands, operator.rule.results, shapes, memory, demand)

@@ -30,7 +30,7 @@ from autopar.graph.ir import FactorKind, Rule
 from autopar.intra_op.alike import ClassEdge, Quotient
 from autopar.intra_op.problem import End, OperatorNode, Port, Problem, ValueNode
 from autopar.plan import Axes, Layout, Strategy
-from autopar.schedule.reshard import layouts_of, local_shape, replicated, shares
+from autopar.schedule.reshard import dividing, layouts_of, local_shape, replicated, shares
 from autopar.schedule.wire import wire_itemsize_bytes
 
 TIE_BREAK_SECONDS_PER_BYTE = 1e-16
@@ -101,10 +101,11 @@ def choices_on(
 def _value_options(node: ValueNode, mesh: Mesh, allowed: frozenset[Layout] | None) -> list[Layout]:
     if node.is_constant:
         return [replicated(len(node.shape))]
-    layouts = layouts_of(node.shape, mesh, partial=node.may_be_partial)
+    layouts = [one for one in layouts_of(node.shape, mesh, partial=node.may_be_partial) if one == dividing(one, mesh)]
     if allowed is None:
-        return list(layouts)
-    kept = [layout for layout in layouts if layout in allowed]
+        return layouts
+    meant = {dividing(layout, mesh) for layout in allowed}
+    kept = [layout for layout in layouts if layout in meant]
     if not kept:
         raise PlanError(f"no layout of an array of shape {node.shape} on the mesh {mesh} meets what is demanded of it")
     return kept
@@ -116,8 +117,16 @@ def _value_seconds(node: ValueNode, layouts: list[Layout], mesh: Mesh, cluster: 
     seconds = {
         count: held / count
         + sum(
-            times * operator_seconds(flops / count, traffic / count, dtype, cluster)
-            for (flops, traffic, dtype), times in node.work.items()
+            times
+            * operator_seconds(
+                work.flops / count,
+                work.bytes_moved / count,
+                work.dtype,
+                cluster,
+                work.primitive,
+                streamed=work.streamed,
+            )
+            for work, times in node.work.items()
         )
         for count in set(pieces)
     }
@@ -134,14 +143,15 @@ def strategies_of(node: OperatorNode, mesh: Mesh) -> list[Strategy]:
 def _strategies(rule: Rule, mesh: Mesh, may_pass: bool) -> tuple[Strategy, ...]:
     usable = cuttable_factors(rule)
     places = [-1, *usable] + ([-2] if may_pass else [])
+    names = mesh.dividing_names
     found = []
-    for choice in itertools.product(places, repeat=len(mesh.axis_names)):
+    for choice in itertools.product(places, repeat=len(names)):
         factors = tuple(
-            tuple(name for name, place in zip(mesh.axis_names, choice, strict=True) if place == factor)
+            tuple(name for name, place in zip(names, choice, strict=True) if place == factor)
             for factor in range(len(rule.factors))
         )
         if all(rule.factors[number].size % mesh.axis_size(*axes) == 0 for number, axes in enumerate(factors) if axes):
-            passing = tuple(name for name, place in zip(mesh.axis_names, choice, strict=True) if place == -2)
+            passing = tuple(name for name, place in zip(names, choice, strict=True) if place == -2)
             found.append(Strategy(factors, passing))
     return tuple(found)
 

@@ -26,6 +26,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from autopar import _compat
 from autopar.cost_model.kernels import Kernel
@@ -72,9 +73,19 @@ class Edge:
     combined: bool = False
 
 
+class Work(NamedTuple):
+    """What :func:`~autopar.cost_model.roofline.operator_seconds` is told of an elementwise operator, all devices together."""
+
+    flops: float
+    bytes_moved: float
+    dtype: str
+    primitive: str
+    streamed: bool
+
+
 @dataclass
 class ValueNode:
-    """Values that share a layout. ``work`` counts elementwise kernels: (flops, bytes, dtype) → how often."""
+    """Values that share a layout. ``work`` counts elementwise kernels."""
 
     shape: tuple[int, ...]
     itemsize_bytes: int
@@ -82,7 +93,7 @@ class ValueNode:
     is_input: bool = False
     is_constant: bool = False
     members: list[int] = field(default_factory=list)
-    work: Counter[tuple[float, float, str]] = field(default_factory=Counter)
+    work: Counter[Work] = field(default_factory=Counter)
 
 
 @dataclass
@@ -348,7 +359,8 @@ class _ProblemBuilder:
             touched = [operator.operands[k] for k in self._fusion.reads[operator.id]]
             touched += [operator.results[k] for k in self._fusion.writes(operator)]
             traffic = float(sum(self._values[value].size_bytes for value in touched if value is not None))
-            node.work[operator.flops, traffic, self._values[operator.results[0]].dtype] += trips
+            dtype, streamed = self._values[operator.results[0]].dtype, operator.phase is Phase.UPDATE
+            node.work[Work(operator.flops, traffic, dtype, operator.primitive, streamed)] += trips
         return followers
 
     def _operator_node(self, operator: Operator, trips: int) -> OperatorNode:

@@ -110,6 +110,16 @@ def _layouts(rank: int, shape: tuple[int, ...], mesh: Mesh, partial: bool) -> tu
     return tuple(found)
 
 
+def dividing(layout: Layout, mesh: Mesh) -> Layout:
+    """The layout without axes of size one: the same pieces on the same devices, and no collective that moves nothing.
+
+    XLA does not drop a collective in groups of one device, and turns arrays around for it.
+    """
+    names = mesh.dividing_names
+    dims = tuple(tuple(name for name in axes if name in names) for axes in layout.dims)
+    return Layout(dims, tuple(name for name in layout.partial if name in names))
+
+
 @dataclass(frozen=True)
 class Ways:
     """Shortest ways between all layouts of one class of shapes.
