@@ -3,6 +3,8 @@
 #   make demo      train examples/gpt on 8 virtual CPU devices with a plan that nobody wrote, and explain it; then as a pipeline
 #   make test      the quick tests
 #   make verify    all tests, the slow proofs included; the log is build/verify.log
+#   make verify-gpu    predictions held against XLA's compiler for H100s, no GPU needed; own environment, 130 MB more;
+#                  the log is build/verify_gpu.log
 #   make lint      ruff, mypy, import contracts        make format    let ruff rewrite what it can
 #   make bench     every script in benchmarks/         make docs      the manual, into build/site
 #   make clean     remove all that these have made
@@ -16,7 +18,7 @@ PYTEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test verify lint format bench docs clean
+.PHONY: help demo test verify verify-gpu verify-gpu-here lint format bench docs clean
 
 help:
 	@sed -n '3,/^$$/s/^# \{0,1\}//p' Makefile
@@ -58,6 +60,13 @@ test: $(VENV)/.with-test-examples
 verify: $(VENV)/.with-test-examples
 	@$(BIN)/python scripts/verify.py build/verify.log $(PYTEST_ARGS)
 
+# In an environment of its own: where the compiler is installed, JAX looks for GPUs and complains when there are none.
+verify-gpu:
+	@$(MAKE) --no-print-directory verify-gpu-here VENV=$(VENV)-gpu
+
+verify-gpu-here: $(VENV)/.with-test-examples-gpu_compiler
+	@$(BIN)/python scripts/verify.py build/verify_gpu.log -m gpu_compiler $(PYTEST_ARGS)
+
 lint: $(VENV)/.with-lint
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -80,5 +89,5 @@ docs: $(VENV)/.with-docs
 	@echo "docs: build/site/index.html"
 
 clean:
-	rm -rf .venv .venv312 $(VENV) build dist runs autopar.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-gpu .venv312 .venv312-gpu $(VENV) build dist runs autopar.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

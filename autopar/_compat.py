@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import os
 import sysconfig
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ import jax
 import jax.extend.core as jex
 from jax._src import debugging, source_info_util
 from jax._src import mesh as jax_mesh
+from jax.experimental import topologies
 from jax.interpreters import partial_eval
 
 Var = jex.Var
@@ -320,3 +322,26 @@ def aval_of(value: Any) -> Any:
 def is_weak(aval: Any) -> bool:
     """Whether the aval's dtype gives way to others (a Python scalar's)."""
     return bool(getattr(aval, "weak_type", False))
+
+
+# ------------------------------------------------------------------------------------- devices that are not here
+
+
+def has_gpu_compiler() -> bool:
+    """Whether a wheel with XLA's compiler for NVIDIA GPUs is installed; says nothing of GPUs."""
+    return any(_is_module(f"jax_plugins.xla_cuda{major}") for major in (12, 13))
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # its parent is missing too
+        return False
+
+
+def gpu_topology(description: str, topology: str) -> tuple[Any, ...]:
+    """Devices to compile for, described by the text of a ``GpuTargetConfigProto``; ``topology`` is like ``1x2x8``.
+
+    Raises ``RuntimeError`` where the plugin is missing or refuses.
+    """
+    return tuple(topologies.get_topology_desc(platform="cuda", target_config=description, topology=topology).devices)

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from autopar.cluster import Cluster
 from autopar.collector import paused_collector
 from autopar.compiled import Compiled
+from autopar.compilers import Compiler, Target, target_of
 from autopar.errors import PlanError, TraceError
 from autopar.first_state import born_sharded
 from autopar.graph.roles import Role, infer_roles
@@ -106,10 +107,21 @@ class Parallelized:
         return self._plan(args, kwargs, checked_cluster(cluster) or self.cluster, self._demands(method))[1]
 
     def compile(
-        self, *args: Any, cluster: Cluster | None = None, method: str | Method | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        cluster: Cluster | None = None,
+        method: str | Method | None = None,
+        compiler: str | Compiler | None = None,
+        **kwargs: Any,
     ) -> Compiled:
-        """The compiled step for these arguments (shapes suffice) on the devices of this process."""
-        return self._compile(args, kwargs, checked_cluster(cluster) or self.cluster, method)
+        """The compiled step for these arguments (shapes suffice) on the devices of this process.
+
+        With ``compiler`` (see :class:`~autopar.compilers.Compiler`) it is compiled for GPUs that need not be here: its
+        text and its memory can be read, and it cannot run.
+        """
+        cluster = checked_cluster(cluster) or self.cluster
+        target = None if compiler is None else target_of(Compiler.of(compiler), cluster)
+        return self._compile(args, kwargs, cluster, method, target)
 
     def use(self, plan: Plan) -> None:
         """Run by this plan from now on; it is held against the function at the next call."""
@@ -323,8 +335,11 @@ class Parallelized:
         kwargs: Mapping[str, Any],
         cluster: Cluster,
         method: str | Method | None,
+        target: Target | None = None,
     ) -> Compiled:
         subject, plan = self._planned_or_in_use(args, kwargs, cluster, method)
+        if plan.is_pipeline and target is not None:
+            raise PlanError("a pipeline is compiled for the devices of this process only; leave compiler= out")
         donated = subject.donated if self._options.demands.donate_state else frozenset()
         with self._progress() as progress:
             if plan.is_pipeline:
@@ -334,7 +349,8 @@ class Parallelized:
                 return Compiled(subject, plan, whole.pipeline, stages)
             progress.say(f"compiling for mesh {plan.mesh}")
             program = lower(subject.graph, plan.stages[0], plan.out_layouts)
-            executor = Executor(program, subject.program.in_avals, donated, jax.devices())
+            target = target or Target(tuple(jax.devices()))
+            executor = Executor(program, subject.program.in_avals, donated, target.devices, target.options)
         return Compiled(subject, plan, program, executor)
 
     def _planned_or_in_use(

@@ -76,12 +76,24 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
         type=_count,
         help="virtual CPU devices to compile for (default: as many as --mesh or --cluster need, else those that are there)",
     )
+    parser.add_argument(
+        "--compiler",
+        metavar="h100",
+        help="compile for the GPUs of --cluster, which need not be here: v100, a100, h100 or h200; "
+        "needs the extra gpu-compiler",
+    )
     parser.add_argument("--plan", type=Path, metavar="FILE", help="verify this saved plan instead of making one")
     parser.set_defaults(command=_verify)
 
 
 def _verify(given: argparse.Namespace) -> int:
     cluster = _cluster(given.cluster, given.hosts)
+    if given.compiler is not None and given.devices is not None:
+        raise _InputError(
+            "--devices makes virtual CPU devices, and --compiler compiles for those of --cluster; give one"
+        )
+    if given.compiler is not None:
+        _skip_gpus()
     wanted = given.devices or (cluster.num_devices if cluster else math.prod(given.mesh) if given.mesh else None)
     _make_devices(wanted)
     step, args, kwargs = _case(given.case)
@@ -91,7 +103,8 @@ def _verify(given: argparse.Namespace) -> int:
     from autopar.verify import verify_plan
 
     plan = None if given.plan is None else Plan.load(given.plan)
-    found = verify_plan(step, *args, cluster=cluster, method=given.method, mesh_shape=given.mesh, plan=plan, **kwargs)
+    asked = {"cluster": cluster, "method": given.method, "mesh_shape": given.mesh, "compiler": given.compiler}
+    found = verify_plan(step, *args, **asked, plan=plan, **kwargs)
     console = Console()
     console.print(found) if console.is_terminal else print(found)
     return OK if found.agrees else DIFFERENT
@@ -167,6 +180,14 @@ def _cluster(name: str | None, hosts: int | None) -> Cluster | None:
             raise _InputError(f"--hosts goes with a preset; {name} is a file, which says how many hosts it has")
         return Cluster.from_file(name)
     return Cluster.preset(name, hosts or 1)
+
+
+def _skip_gpus() -> None:
+    """Without a word from the user JAX would look for GPUs to run on, since their compiler is installed."""
+    import jax
+
+    if not jax.config.jax_platforms:  # type: ignore[attr-defined]
+        jax.config.update("jax_platforms", "cpu")
 
 
 def _make_devices(count: int | None) -> None:

@@ -787,6 +787,35 @@ def test_a_collective_repeated_in_fusions_counts_once():
     assert (found.kind, found.full_bytes) == (Collective.ALL_GATHER, 128)
 
 
+def test_kernels_of_their_own_for_collectives_count_each():
+    """XLA:GPU reduces small arrays by a kernel of its own, an asynchronous fusion; JAX gives all the same channel."""
+
+    def reducing(number: int) -> str:
+        return f"""%k{number} (q: f32[4]) -> f32[4] {{
+  %q{number} = f32[4]{{0}} parameter(0)
+  ROOT %ar{number} = f32[4]{{0}} all-reduce(%q{number}), channel_id=1, replica_groups=[1,8]<=[8], use_global_device_ids=true, to_apply=%add
+}}
+
+"""  # noqa: E501 - as XLA prints it
+
+    config = 'backend_config={"fusion_backend_config":{"kind":"__triton_collective"}}'
+    text = "HloModule m, num_partitions=8\n\n%add (x: f32[], y: f32[]) -> f32[] {\n  %x = f32[] parameter(0)\n"
+    text += "  %y = f32[] parameter(1)\n  ROOT %s = f32[] add(%x, %y)\n}\n\n" + reducing(0) + reducing(1)
+    text += f"""ENTRY %main (p: f32[4]) -> f32[4] {{
+  %p = f32[4]{{0}} parameter(0)
+  %a = ((f32[4]{{0}}), f32[4]{{0}}) fusion-start(%p), kind=kCustom, calls=%k0, {config}
+  %b = f32[4]{{0}} fusion-done(%a), kind=kCustom, calls=%k0, {config}
+  %c = ((f32[4]{{0}}), f32[4]{{0}}) fusion-start(%b), kind=kCustom, calls=%k1, {config}
+  ROOT %d = f32[4]{{0}} fusion-done(%c), kind=kCustom, calls=%k1, {config}
+}}
+"""
+    found = collectives(parse_module(text))
+    assert [(one.kind, one.full_bytes, one.count, one.name) for one in found] == [
+        (Collective.ALL_REDUCE, 16, 1, "ar0"),
+        (Collective.ALL_REDUCE, 16, 1, "ar1"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "elements", "size"),
     [

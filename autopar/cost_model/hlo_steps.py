@@ -29,6 +29,7 @@ COLLECTIVE_OPCODES = frozenset(
     )
 )
 _COLLECTIVES_AND_STARTS = COLLECTIVE_OPCODES | {f"{opcode}-start" for opcode in COLLECTIVE_OPCODES}
+_TRITON_COLLECTIVE = "__triton_collective"
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Step:
     computation: HloComputation
     times: int
     fused: bool = False
-    """True for a collective inside a fusion."""
+    """True for a collective inside a fusion that may stand in others too."""
 
 
 class _Walk:
@@ -71,7 +72,7 @@ class _Walk:
                 found += self._heaviest_branch(instruction, times)
             else:
                 found.append(Step(instruction, evaluator.computation, times))
-                if opcode == "fusion":
+                if opcode in ("fusion", "fusion-start"):
                     found += self._fused_collectives(instruction, times)
         return found
 
@@ -97,10 +98,14 @@ class _Walk:
         return max(branches, key=weight, default=[])
 
     def _fused_collectives(self, instruction: HloInstruction, times: int) -> Iterator[Step]:
-        """Collectives that XLA:TPU puts into fusions; the same channel shows up in several, and is one collective."""
+        """Collectives that XLA:TPU puts into fusions; the same channel shows up in several, and is one collective.
+
+        XLA:GPU has kernels of its own for small ones, each one collective.
+        """
+        repeated = _TRITON_COLLECTIVE not in instruction.attributes.get("backend_config", "")
         for computation in self.module.called(instruction, "calls"):
             for inner in self._collectives.get(computation.name, ()):
-                yield Step(inner, computation, times, fused=True)
+                yield Step(inner, computation, times, fused=repeated)
 
 
 def executed_steps(module: HloModule) -> tuple[tuple[Step, ...], tuple[str, ...]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,10 +42,19 @@ def partition_spec(layout: Layout) -> PartitionSpec:
 
 
 class Executor:
-    """Owns one executable, and remembers how long its steps took."""
+    """Owns one executable, and remembers how long its steps took.
+
+    ``devices`` are those of this process or of a topology; with the latter the executable can be read, not run.
+    ``options`` are the compiler's.
+    """
 
     def __init__(
-        self, program: SpmdProgram, avals: Sequence[Any], donated: frozenset[int], devices: Sequence[Any]
+        self,
+        program: SpmdProgram,
+        avals: Sequence[Any],
+        donated: frozenset[int],
+        devices: Sequence[Any],
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         mesh = device_mesh(program.mesh, devices)
         specs = tuple(partition_spec(buffer.layout) for buffer in program.inputs)
@@ -77,7 +86,7 @@ class Executor:
             jax.disable_jit(False),
             jax.set_mesh(mesh),
         ):  # shard_map refuses a mesh other than the one in scope, which may be the user's
-            self._compiled = jitted.lower(*shapes).compile()
+            self._compiled = jitted.lower(*shapes).compile(compiler_options=None if options is None else dict(options))
         self.compile_seconds = time.monotonic() - started
         self._donated = donated
         self._dtypes = [aval.dtype for aval in avals]

@@ -2,15 +2,17 @@
 
 A buffer is (value, layout).  Each value has a *home* layout; an operator that wants another one gets it by a reshard
 from the buffer at hand that is cheapest to start from; buffers made that way are kept for later consumers, so a
-parameter is gathered once, however many operators use it.  Values with a *copy* layout (see
-:mod:`autopar.intra_op.problem`) go through it.  An operator leaves its result in the layout that its strategy implies;
-a reshard to the value's home follows where the two differ: that is where partial sums end.
+parameter is gathered once, however many operators use it.  A sum in two parts that nobody reads in between is made in
+one: its value would be all-reduced over some axes on its way home, and over the others where it is wanted.  Values with a
+*copy* layout (see :mod:`autopar.intra_op.problem`) go through it.  An operator leaves its result in the layout that its
+strategy implies; a reshard to the value's home follows where the two differ: that is where partial sums end.
 
 The list is all that the price, the memory and the execution of a stage depend on, so all three speak of the same thing.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -130,7 +132,8 @@ class _Lowering:
             for value, layout in zip(graph.outputs, wanted, strict=True)
         )
         inputs = tuple(Buffer(value, self.home(value)) for value in graph.inputs)
-        return SpmdProgram(graph, self._stage.mesh, tuple(level.steps), inputs, outputs, self._values)
+        steps = _sums_at_once(level.steps, outputs, self._stage.mesh)
+        return SpmdProgram(graph, self._stage.mesh, tuple(steps), inputs, outputs, self._values)
 
     def _loop(self, level: _Level, operator: Operator) -> None:
         """A loop or branch: operands in the layouts of the bodies' inputs, results as the bodies leave them."""
@@ -175,6 +178,30 @@ class _Lowering:
                 inside = homes(operator.bodies[0].inputs)
                 results = [self.home(result) for result in operator.results]
                 return [Layout(()), *inside], results, [list(results) for _ in operator.bodies]
+
+
+def _sums_at_once(steps: Sequence[Step], outputs: Sequence[Buffer | None], mesh: Mesh) -> list[Step]:
+    """The steps with every all-reduce that only another one reads made one with it, where the first stood."""
+    reads = Counter(outputs)
+    for step in steps:
+        reads.update((step.source,) if isinstance(step, Reshard) else step.operands)
+    found: list[Step] = []
+    place: dict[Buffer, int] = {}
+    for step in steps:
+        if isinstance(step, Reshard):
+            if reads[step.source] == 1 and (number := place.pop(step.source, None)) is not None:
+                before = found[number]
+                assert isinstance(before, Reshard)
+                if before.moves[-1].kind is step.moves[0].kind is MoveKind.ALL_REDUCE:
+                    axes = {*before.moves[-1].axes, *step.moves[0].axes}
+                    whole = Move(MoveKind.ALL_REDUCE, tuple(name for name in mesh.axis_names if name in axes))
+                    moves = (*before.moves[:-1], whole, *step.moves[1:])
+                    found[number] = Reshard(before.source, step.target, moves, before.cause)
+                    place[step.target] = number
+                    continue
+            place[step.target] = len(found)
+        found.append(step)
+    return found
 
 
 def _stacked(layout: Layout) -> Layout:

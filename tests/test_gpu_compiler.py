@@ -1,0 +1,86 @@
+"""Is what is predicted for H100s what XLA's compiler for H100s makes of it?
+
+No GPU is needed, but the extra ``gpu-compiler`` is: ``make verify-gpu``.  Published models on 8 and on 64 devices, by the
+planner's choice and by hand: for each kind of collective over each set of mesh axes the bytes within 10%, arguments and
+outputs exact, ``argument + output − alias + temp`` off by at most 10% in the median, by 25% at worst, and never more than
+5% too low.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar import _compat
+from autopar.cluster import Cluster
+from autopar.compilers import Compiler
+from autopar.explain.verification import NO_AXES, Tolerances
+from benchmarks.models import build
+
+pytestmark = [
+    pytest.mark.gpu_compiler,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(not _compat.has_gpu_compiler(), reason="the extra gpu-compiler is not installed; make verify-gpu"),
+]
+
+MEDIAN, HIGHEST, LOWEST = 0.10, 0.25, -0.05
+SOLVER_SECONDS = 300.0  # the machine that compiles may be slow; the plan should not depend on it
+
+MODELS = {"gpt": "125M", "moe": "380M", "wide_resnet": "250M"}
+METHODS = ("auto", "data_parallel", "zero3", "tensor_parallel")
+DEVICES = (8, 64)
+MESHES = {8: None, 64: (8, 8)}
+"""Meshes for the planner to choose on: all for 8 devices, hosts × devices of a host for 64, which saves planning time."""
+
+PRODUCT = tuple((name, method, count) for name in MODELS for method in METHODS for count in DEVICES)
+
+
+@functools.cache
+def verified(name: str, method: str, count: int, dtype: str = "float32") -> autopar.Verification:
+    model = build(name, MODELS[name], jnp.dtype(dtype))
+    mesh_shape = MESHES[count] if method == "auto" else None
+    step = autopar.parallelize(model.train_step, method=method, mesh_shape=mesh_shape, solver_seconds=SOLVER_SECONDS)
+    return autopar.verify_plan(
+        step,
+        model.abstract_state(),
+        model.abstract_batch(),
+        cluster=Cluster.preset("p5.48xlarge", hosts=count // 8),
+        compiler=Compiler.H100,
+        tolerances=Tolerances(total_bytes=HIGHEST),
+    )
+
+
+def off_by(found: autopar.Verification) -> float:
+    total = found.figure("memory in all")
+    return total.predicted / total.compiled - 1.0
+
+
+def check(found: autopar.Verification) -> None:
+    assert found.agrees, str(found)
+    assert found.collectives
+    assert all(row.axes != NO_AXES for row in found.collectives)
+    assert LOWEST <= off_by(found) <= HIGHEST, str(found)
+
+
+@pytest.mark.parametrize(("name", "method", "count"), PRODUCT)
+def test_a_plan_is_what_the_compiler_of_h100s_makes_of_it(name: str, method: str, count: int) -> None:
+    check(verified(name, method, count))
+
+
+@pytest.mark.parametrize("method", ["data_parallel", "zero3"])
+def test_narrow_floats_are_sent_as_they_are(method: str) -> None:
+    found, wide = verified("gpt", method, 8, "bfloat16"), verified("gpt", method, 8)
+    check(found)
+    assert 0.4 < sent_bytes(found) / sent_bytes(wide) < 0.6
+
+
+def sent_bytes(found: autopar.Verification) -> float:
+    return sum(row.compiled_wire_bytes for row in found.collectives)
+
+
+def test_the_memory_of_all_of_them_is_within_the_median() -> None:
+    assert statistics.median(abs(off_by(verified(*case))) for case in PRODUCT) <= MEDIAN
