@@ -21,6 +21,7 @@ from autopar.errors import BudgetError
 from autopar.inter_op.grouping import Estimates, Grouping, best_groupings, stage_sizes
 from autopar.inter_op.layer_costs import LayerCosts, LayerMap, layer_costs, layer_map
 from autopar.inter_op.layers import layers
+from autopar.inter_op.looped import Looped
 from autopar.inter_op.stages import (
     FIRST_PRICE_SHARE,
     PRICE_STEP,
@@ -45,7 +46,11 @@ ESTIMATED_COUNT = 16
 """Estimates are made for so many microbatches, or the next smaller number that divides the batch."""
 
 NEARLY = 1.25
-"""A grouping is not planned if its bound exceeds the best pipeline's seconds by this factor."""
+NEARLY_LARGE = 1.15
+"""A grouping, of a large program, is not planned if its bound exceeds the best plan's seconds by this factor."""
+
+GIVE_UP = 1.05
+"""Stages that are so many times slower than the best plan before they keep the budget are not made leaner."""
 
 SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.EAGER_ONE_F_ONE_B, Schedule.GPIPE)
 """Stages are laid out for the first, which holds least; of equals the first is kept."""
@@ -102,8 +107,9 @@ class _Search:
             return None
         size = len(task.loop.graph.operators)
         most = min(MOST_PLANNED, max(2, PLANNED_OPERATORS // size))
+        nearly = NEARLY if size <= PLANNED_OPERATORS else NEARLY_LARGE
         for grouping in self._groupings(task):
-            if len(self._planned) >= most or grouping.bound_seconds > NEARLY * self._enough:
+            if len(self._planned) >= most or grouping.bound_seconds > nearly * self._enough:
                 break
             self._plan(grouping)
         if self._best is not None and size <= PLANNED_OPERATORS:
@@ -129,9 +135,23 @@ class _Search:
         """The positions at which layers begin, but the first."""
         if count not in self.starts:
             task = self._tasks(count)
+            same = self._starts_of_twin(task.loop)
             task.report_progress("finding the layers")
-            self.starts[count] = layers(task.loop, task.state_pairs, at_most=MOST_LAYERS, at_least=2)
+            self.starts[count] = same or layers(task.loop, task.state_pairs, at_most=MOST_LAYERS, at_least=2)
         return self.starts[count]
+
+    def _starts_of_twin(self, loop: Looped) -> tuple[int, ...] | None:
+        """Where layers begin in a step of another number of microbatches with the same operators; None: there is none.
+
+        Of small programs the layers are always found anew: a microbatch's size may move them.
+        """
+        if len(loop.graph.operators) <= PLANNED_OPERATORS:
+            return None
+        kinds = [operator.primitive for operator in loop.body.operators]
+        for count, starts in self.starts.items():
+            if [operator.primitive for operator in self._tasks(count).loop.body.operators] == kinds:
+                return starts
+        return None
 
     def _groupings(self, task: PipelineTask) -> list[Grouping]:
         cluster, wanted = task.cluster, self._wanted
@@ -181,8 +201,11 @@ class _Search:
             return  # the step of this many microbatches has other layers
         planner = self._planner(grouping.count)
         first, *others = (self._wanted.schedule,) if self._wanted.schedule else SCHEDULES
+        arrangement = Arrangement(cuts, grouping.devices, first)
+        if planner.bound_seconds(arrangement) >= GIVE_UP * self._enough:
+            return
         try:
-            found = planner.plan(Arrangement(cuts, grouping.devices, first))
+            found = planner.plan(arrangement, GIVE_UP * self._enough)
         except BudgetError as error:
             self._refusal = self._refusal or error
             return
