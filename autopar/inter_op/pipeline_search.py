@@ -50,7 +50,7 @@ NEARLY_LARGE = 1.15
 """A grouping, of a large program, is not planned if its bound exceeds the best plan's seconds by this factor."""
 
 GIVE_UP = 1.05
-"""Stages that are so many times slower than the best plan before they keep the budget are not made leaner."""
+"""Stages of a large program that are so many times slower than the best plan are not lowered, or not made leaner."""
 
 SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.EAGER_ONE_F_ONE_B, Schedule.GPIPE)
 """Stages are laid out for the first, which holds least; of equals the first is kept."""
@@ -202,10 +202,12 @@ class _Search:
         planner = self._planner(grouping.count)
         first, *others = (self._wanted.schedule,) if self._wanted.schedule else SCHEDULES
         arrangement = Arrangement(cuts, grouping.devices, first)
-        if planner.bound_seconds(arrangement) >= GIVE_UP * self._enough:
+        is_large = len(self._tasks(grouping.count).loop.graph.operators) > PLANNED_OPERATORS
+        give_up_seconds = GIVE_UP * self._enough if is_large else float("inf")
+        if is_large and planner.bound_seconds(arrangement) >= give_up_seconds:
             return
         try:
-            found = planner.plan(arrangement, GIVE_UP * self._enough)
+            found = planner.plan(arrangement, give_up_seconds)
         except BudgetError as error:
             self._refusal = self._refusal or error
             return
