@@ -53,7 +53,7 @@ from autopar.user_shardings import UserDemands, UserShardings, user_demands, wit
 MOST_DOUBLINGS = 6
 """The planner itself cuts a batch into 2⁶ microbatches at most."""
 
-WORTH_SHARE = 0.05
+WORTH_SHARE = 0.03
 """Where so little of a step is communication or repeated work, no pipeline is looked for."""
 
 MICROBATCHES_PER_STAGE = 4

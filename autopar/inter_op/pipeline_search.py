@@ -22,6 +22,7 @@ from autopar.errors import BudgetError
 from autopar.inter_op.grouping import Estimates, Grouping, best_groupings, stage_sizes
 from autopar.inter_op.layer_costs import LayerCosts, LayerMap, layer_costs, layer_map
 from autopar.inter_op.layers import layers
+from autopar.inter_op.looped import Looped
 from autopar.inter_op.stages import (
     FIRST_PRICE_SHARE,
     PRICE_STEP,
@@ -46,7 +47,11 @@ ESTIMATED_COUNT = 16
 """Estimates are made for so many microbatches, or the next smaller number that divides the batch."""
 
 NEARLY = 1.25
-"""A grouping is not planned if its bound exceeds the best pipeline's seconds by this factor."""
+NEARLY_LARGE = 1.15
+"""A grouping, of a large program, is not planned if its bound exceeds the best plan's seconds by this factor."""
+
+GIVE_UP = 1.05
+"""Stages of a large program that are so many times slower than the best plan are not lowered, or not made leaner."""
 
 SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.EAGER_ONE_F_ONE_B, Schedule.GPIPE)
 """Stages are laid out for the first, which holds least; of equals the first is kept."""
@@ -106,8 +111,9 @@ class _Search:
         groupings = self._groupings(task)
         if size <= PLANNED_OPERATORS:
             self._walk(groupings)
+        nearly = NEARLY if size <= PLANNED_OPERATORS else NEARLY_LARGE
         for grouping in groupings:
-            if len(self._planned) >= most or grouping.bound_seconds > NEARLY * self._enough:
+            if len(self._planned) >= most or grouping.bound_seconds > nearly * self._enough:
                 break
             self._plan(grouping)
         if self._best is not None and size <= PLANNED_OPERATORS:
@@ -154,11 +160,25 @@ class _Search:
         """The positions at which layers begin, but the first."""
         if count not in self.starts:
             task = self._tasks(count)
+            same = self._starts_of_twin(task.loop)
             task.report_progress("finding the layers")
-            self.starts[count] = layers(
+            self.starts[count] = same or layers(
                 task.loop, task.state_pairs, at_most=MOST_LAYERS, at_least=self._wanted.num_stages or 2
             )
         return self.starts[count]
+
+    def _starts_of_twin(self, loop: Looped) -> tuple[int, ...] | None:
+        """Where layers begin in a step of another number of microbatches with the same operators; None: there is none.
+
+        Of small programs the layers are always found anew: a microbatch's size may move them.
+        """
+        if len(loop.graph.operators) <= PLANNED_OPERATORS:
+            return None
+        kinds = [operator.primitive for operator in loop.body.operators]
+        for count, starts in self.starts.items():
+            if [operator.primitive for operator in self._tasks(count).loop.body.operators] == kinds:
+                return starts
+        return None
 
     def _groupings(self, task: PipelineTask) -> list[Grouping]:
         cluster, wanted = task.cluster, self._wanted
@@ -208,8 +228,13 @@ class _Search:
             return  # the step of this many microbatches has other layers
         planner = self._planner(grouping.count)
         first, *others = (self._wanted.schedule,) if self._wanted.schedule else SCHEDULES
+        arrangement = Arrangement(cuts, grouping.devices, first)
+        is_large = len(self._tasks(grouping.count).loop.graph.operators) > PLANNED_OPERATORS
+        give_up_seconds = GIVE_UP * self._enough if is_large else float("inf")
+        if is_large and planner.bound_seconds(arrangement) >= give_up_seconds:
+            return
         try:
-            found = planner.plan(Arrangement(cuts, grouping.devices, first))
+            found = planner.plan(arrangement, give_up_seconds)
         except BudgetError as error:
             self._refusal = self._refusal or error
             return

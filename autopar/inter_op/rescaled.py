@@ -15,7 +15,7 @@ U is the budget and what the rows of the program counted too much of the plan th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from autopar.graph.ir import Graph, Operator
@@ -26,7 +26,7 @@ from autopar.intra_op.model import MemoryRow, Model
 from autopar.intra_op.problem import LoopLink, OperatorNode, Port, Problem, ValueNode, loop_links
 from autopar.intra_op.search import Found, Ground, OnMesh, Task, memory_rows
 
-PRICES = (1 / 4, 1 / 16, 1.0)
+PRICES = (1 / 4, 1 / 16, 1.0, 0.0)
 """Prices λ, in shares of what the plan found costs, at which a smaller number of microbatches is bounded."""
 
 
@@ -64,11 +64,13 @@ class Rescaling:
         """The model with what is paid once per microbatch in proportion to their number."""
         problem, quotient, choices = self.ground.problem, one.quotient, one.choices
         inside = {value.id for value in self.loop.body.all_values()}
-        repeated = _nodes_of(problem, inside - rows)
+        repeated = _nodes_of(problem, inside - rows) - _nodes_of(problem, rows)
         repeated |= {
             number
             for number, node in enumerate(problem.nodes)
-            if isinstance(node, OperatorNode) and not _touched(node.operator) & rows and _touched(node.operator) & inside
+            if isinstance(node, OperatorNode)
+            and not _touched(node.operator) & rows
+            and _touched(node.operator) & inside
         }
         nodes = [
             seconds * ratio if members[0] in repeated else seconds
@@ -105,7 +107,7 @@ def _touched(operator: Operator) -> set[int]:
     return {value for value in (*operator.operands, *operator.results) if value is not None}
 
 
-def _nodes_of(problem: Problem, values: set[int]) -> set[int]:
+def _nodes_of(problem: Problem, values: Set[int]) -> set[int]:
     """Nodes of these values and of their copies."""
     pairs = (*problem.node_of_value.items(), *problem.copy_of_value.items())
     return {node for value, node in pairs if value in values}

@@ -121,8 +121,21 @@ class StagePlanner:
         self._prices: dict[Hashable, Prices] = {}
         self._costs: dict[Hashable, StageCost] = {}
 
-    def plan(self, arrangement: Arrangement) -> PipelineFound:
-        """The pipeline of an arrangement; raises :class:`~autopar.errors.BudgetError` where no stage plan keeps the budget."""
+    def bound_seconds(self, arrangement: Arrangement) -> float:
+        """Seconds of a step of which nothing but computing and the collectives of stages takes time, without a budget.
+
+        With S_s the seconds of all N microbatches and the update on stage s: max S + Σ of the others' S / N.
+        """
+        made = self.cut(arrangement.cuts)
+        pairs = zip(made.stages, arrangement.devices, strict=True)
+        seconds = [self._stage(program, devices).cheapest(0.0).seconds for program, devices in pairs]
+        return max(seconds) + (sum(seconds) - max(seconds)) / self._task.loop.count
+
+    def plan(self, arrangement: Arrangement, give_up_seconds: float = float("inf")) -> PipelineFound:
+        """The pipeline of an arrangement; raises :class:`~autopar.errors.BudgetError` where no stage plan keeps the budget.
+
+        One that takes ``give_up_seconds`` before it keeps the budget is returned as it is.
+        """
         made = self.cut(arrangement.cuts)
         prices = [0.0] * len(made.stages)
         result = self._at(arrangement, made, prices)
@@ -131,6 +144,8 @@ class StagePlanner:
             over = self._over(result)
             if not any(over):
                 break
+            if result.step_seconds >= give_up_seconds:
+                return result
             for stage, is_over in enumerate(over):
                 if is_over:
                     too_low[stage] = prices[stage]

@@ -18,11 +18,20 @@ import numpy as np
 
 from autopar.errors import PlanError
 from autopar.intra_op.alike import Quotient
+from autopar.intra_op.bound import lower_bound
 from autopar.intra_op.choices import Choices
 from autopar.intra_op.extract import stage_of
 from autopar.intra_op.model import MemoryRow, Model, Pair, Solution
 from autopar.intra_op.problem import Problem
-from autopar.intra_op.search import Ground, OnMesh, Task, called_after_batch, worth_trying
+from autopar.intra_op.search import (
+    EXACT_VARIABLES,
+    Ground,
+    OnMesh,
+    Task,
+    called_after_batch,
+    narrowed,
+    worth_trying,
+)
 from autopar.plan import Layout, SolverReport, Stage, Strategy
 
 
@@ -65,7 +74,7 @@ class Prices:
         self._meshes: list[OnMesh] = []
         for mesh in worth_trying(task):
             try:
-                self._meshes.append(ground.on(task, mesh))
+                self._meshes.append(_solvable(ground.on(task, mesh)))
             except PlanError as error:
                 refusal = refusal or error
         if not self._meshes and refusal is not None:
@@ -89,11 +98,18 @@ class Prices:
 
     def _solve(self, price: float) -> tuple[PricedStage, ...]:
         solved: list[tuple[float, int, OnMesh, Solution]] = []
+        refusal: PlanError | None = None
         for number, one in enumerate(self._meshes):
             self._task.report_progress(f"solving for mesh {one.choices.mesh}")
             priced = one.model if price == 0 else _with_price(one.model, one.rows, price)
-            solution = replace(one, model=priced).solve()
+            try:
+                solution = replace(one, model=priced).solve()
+            except PlanError as error:  # nothing is allowed there, or the time was too short
+                refusal = refusal or error
+                continue
             solved.append((solution.cost, number, one, solution))
+        if not solved and refusal is not None:
+            raise refusal
         return tuple(self._stage(one, solution) for _, _, one, solution in sorted(solved, key=lambda row: row[:2]))
 
     def _stage(self, one: OnMesh, solution: Solution) -> PricedStage:
@@ -109,6 +125,13 @@ class Prices:
             solution.options,
             SolverReport(one.model.num_variables, solution.core_variables, 0.0, solution.gap, tried),
         )
+
+
+def _solvable(one: OnMesh) -> OnMesh:
+    """A program that is too wide to be solved at every price with the options of least regret, and those of fewest bytes."""
+    if one.model.num_variables <= EXACT_VARIABLES:
+        return one
+    return narrowed(one, lower_bound(one.model), lean=True)
 
 
 def _with_price(model: Model, rows: list[MemoryRow], price: float) -> Model:

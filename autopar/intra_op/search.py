@@ -214,7 +214,7 @@ class _Best:
 
 def _offer_narrowed(best: _Best, on_mesh: OnMesh, bound: Bound) -> None:
     """Solve a wide program over the options that are worth a look."""
-    narrow = on_mesh.narrowed(_worth_a_look(on_mesh, bound, lean=not np.isfinite(best.cost)), bound.cost)
+    narrow = narrowed(on_mesh, bound, lean=not np.isfinite(best.cost))
     try:
         solution = narrow.solve()
     except PlanError as error:
@@ -222,6 +222,11 @@ def _offer_narrowed(best: _Best, on_mesh: OnMesh, bound: Bound) -> None:
         return
     if solution.cost < best.cost:
         best.offer(narrow, solution)
+
+
+def narrowed(on_mesh: OnMesh, bound: Bound, *, lean: bool) -> OnMesh:
+    """A wide program with the options that are worth a look only."""
+    return on_mesh.narrowed(_worth_a_look(on_mesh, bound, lean=lean), bound.cost)
 
 
 def _worth_a_look(on_mesh: OnMesh, bound: Bound, *, lean: bool) -> list[np.ndarray]:
