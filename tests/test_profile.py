@@ -471,6 +471,19 @@ def test_an_update_in_place_is_cheaper_than_one_into_new_arrays_by_what_these_co
     assert predicted(profile_of()).allocation_seconds == 0.0
 
 
+def test_explanations_say_what_new_memory_costs() -> None:
+    step = autopar.parallelize(cluster=Cluster.local(profile=profile_of(fresh=FRESH)), method="data_parallel")(
+        momentum_step
+    )
+    told = autopar.explain(step, *MOMENTUM_SHAPES)
+    time = told.time
+    assert time.allocation_seconds > 0
+    assert time.step_seconds == pytest.approx(
+        time.compute_seconds + time.communication_seconds + time.allocation_seconds
+    )
+    assert "for new memory" in told.verdict
+
+
 def test_the_update_streams_and_the_passes_do_not() -> None:
     near, streamed = predicted(profile_of()), predicted(profile_of(streamed=STREAMED))
     assert streamed.update_seconds > 1.5 * near.update_seconds
