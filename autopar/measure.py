@@ -55,8 +55,6 @@ LEAST_TRIPS, MOST_TRIPS, MOST_LOOPED_BYTES = 32, 512, 1 << 28
 MOST_PIECES, NEAR_BYTES = 16, 1 << 25
 """Elementwise kernels take turns on so many arrays, of at most so many bytes in all on each device: a pass comes back to a
 small array soon, to a large one when it has left the caches."""
-STREAMED_BYTES = 1 << 26
-"""A device comes back to streamed arrays after so many bytes, which no cache holds for it."""
 FRESH_ARRAYS, FRESH_BYTES = 8, 1 << 25
 """New arrays are returned so many at a time, of at most so many bytes in all on each device (but one at least)."""
 _SPEC = PartitionSpec(("other", "group"))
@@ -68,7 +66,7 @@ class Effort:
 
     ``full_bytes`` are the sizes of collectives (as in :mod:`autopar.cost_model.collectives`), ``sides`` the side lengths of
     square products, ``array_bytes`` the sizes of elementwise kernels' arrays on one device, ``fresh_bytes`` those of new
-    arrays.  ``seconds`` is what one
+    arrays (the C library of Linux gives blocks of more than 32 MiB back at once, so prices jump there).  ``seconds`` is what one
     point may take once it is compiled, but each chain runs ``least_runs`` times; sizes whose product takes more than
     ``longest_seconds`` end their row.
     """
@@ -81,6 +79,9 @@ class Effort:
     seconds: float
     least_runs: int = 5
     longest_seconds: float = 0.05
+    streamed_bytes: int = 1 << 26
+    """A device comes back to streamed arrays after so many bytes, which no cache holds for it."""
+    operations: tuple[Operation, ...] = OPERATIONS
 
 
 FULL = Effort(
@@ -88,7 +89,7 @@ FULL = Effort(
     sides=(8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
     dtypes=("float32", "bfloat16", "float64"),
     array_bytes=tuple(1 << power for power in (10, 12, 14, 16, 18, 20, 22, 24)),
-    fresh_bytes=tuple(1 << power for power in (16, 18, 20, 22, 23, 24, 25, 26)),
+    fresh_bytes=(*(1 << power for power in (16, 18, 20, 22, 24)), *(size << 20 for size in (31, 33, 64))),
     seconds=0.6,
 )
 QUICK = Effort(
@@ -96,7 +97,7 @@ QUICK = Effort(
     sides=(8, 64, 256, 512),
     dtypes=("float32",),
     array_bytes=tuple(1 << power for power in (12, 16, 20, 23)),
-    fresh_bytes=tuple(1 << power for power in (16, 20, 22, 24, 26)),
+    fresh_bytes=(1 << 16, *(size << 20 for size in (1, 4, 31, 33, 64))),
     seconds=0.1,
 )
 
@@ -111,6 +112,8 @@ def measure(effort: Effort = FULL, say: Callable[[str], None] = lambda message: 
     devices = jax.devices()
     cluster = Cluster.local(devices, profile=None)
     bench = _Bench(devices, effort, say)
+    # First of all: what is freed later leaves gaps that serve as memory which a step would not find.
+    fresh = bench.fresh() if cluster.device.platform is Platform.CPU else None
     return Profile(
         jax_version=jax.__version__,
         platform=cluster.device.platform.value,
@@ -122,8 +125,8 @@ def measure(effort: Effort = FULL, say: Callable[[str], None] = lambda message: 
         products=tuple(bench.products()),
         elementwise=bench.elementwise(),
         dispatch=bench.dispatch(),
-        streamed=bench.elementwise(STREAMED_BYTES),
-        fresh=bench.fresh() if cluster.device.platform is Platform.CPU else None,
+        streamed=bench.elementwise(effort.streamed_bytes),
+        fresh=fresh,
         operations=tuple(bench.operations()),
     )
 
@@ -188,20 +191,20 @@ class _Bench:
         return _curve(samples)
 
     def fresh(self) -> Fresh:
-        """What a call takes longer that returns new arrays than one that takes over the memory of its arguments."""
+        """What a call takes longer whose results or scratch are new memory than one that works in that of its arguments."""
         outputs, scratch = {}, {}
+        for array_bytes in self._effort.fresh_bytes:
+            self._say(f"scratch memory of {array_bytes >> 10} KiB")
+            scratch[float(array_bytes)] = self._scratch_seconds(array_bytes // 4)
         for array_bytes in self._effort.fresh_bytes:
             self._say(f"new arrays of {array_bytes >> 10} KiB")
             several = min(max(FRESH_BYTES // array_bytes, 1), FRESH_ARRAYS)
-            scratch[float(array_bytes)] = self._fresh_seconds(array_bytes // 4, 1)
-            outputs[float(array_bytes)] = (
-                self._fresh_seconds(array_bytes // 4, several) if several > 1 else scratch[float(array_bytes)]
-            )
+            outputs[float(array_bytes)] = self._fresh_seconds(array_bytes // 4, several)
         return Fresh(_curve(outputs), _curve(scratch))
 
     def operations(self) -> Iterator[OperationRate]:
         """Seconds per FLOP of primitives that are no products, over an array that stays in the caches."""
-        for operation in OPERATIONS:
+        for operation in self._effort.operations:
             self._say(operation.primitive)
             mesh = self._mesh(1)
             x = _spread(np.linspace(0.1, 0.9, operation.elements * len(self._devices), dtype=np.float32), mesh)
@@ -293,6 +296,37 @@ class _Bench:
 
         there, beyond = self._timer.typical(in_place, lambda: new(*arrays))
         return max((beyond - there) / count, LEAST_SECONDS)
+
+    def _scratch_seconds(self, elements: int) -> float:
+        """Seconds that a loop's carry of so many float32 costs beyond one in the memory of an argument.
+
+        A trip goes over the carry once; the one that is scratch is filled first, in place of a trip.
+        """
+        mesh = self._mesh(1)
+        x = _spread(np.zeros(elements * len(self._devices), np.float32), mesh)
+        start = _spread(np.zeros(len(self._devices), np.float32), mesh)
+
+        def over(count: jax.Array, carry: jax.Array) -> jax.Array:
+            return lax.fori_loop(0, count, lambda _, carried: carried * 0.999 + 1.0, carry)
+
+        def within(count: jax.Array, value: jax.Array) -> jax.Array:
+            return over(count, jnp.broadcast_to(value, (elements,)))[:1]
+
+        def compiled(function: Callable[..., jax.Array], *arguments: jax.Array, donated: tuple[int, ...] = ()) -> Any:
+            specs = PartitionSpec(), _SPEC
+            local = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=_SPEC, check_vma=False)
+            return jax.jit(local, donate_argnums=donated).lower(*arguments).compile()
+
+        two, three = (jax.device_put(np.int32(count), NamedSharding(mesh, PartitionSpec())) for count in (2, 3))
+        inside, taking_over = compiled(within, two, start), compiled(over, three, x, donated=(1,))
+        held = [x]
+
+        def in_place() -> jax.Array:
+            held[0] = taking_over(three, held[0])
+            return held[0]
+
+        there, beyond = self._timer.typical(in_place, lambda: inside(two, start))
+        return max(beyond - there, LEAST_SECONDS)
 
     def _loop_seconds(self, trip: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, trips: int) -> float:
         """Seconds of one trip on each device: ``trip`` makes, of its number and an array, the next array."""

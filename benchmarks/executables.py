@@ -7,8 +7,11 @@ the processor busy for c seconds, all threads together, is measured as
 
     seconds = c / d · D / cores
 
-which other programs on the machine hardly disturb, as they do the clock.  What it leaves out is waiting: executables of several
+which other programs on the machine disturb less than they do the clock.  What it leaves out is waiting: executables of several
 devices wait at collectives.  The median of several calls counts, whose results are dropped as a step drops them.
+
+Then the plans of :mod:`benchmarks.pipeline`: seconds of a step as predicted, and as simulated from these measured executables
+on the same machine.  Tau and regret are as in :mod:`benchmarks.ranking`, the simulated seconds taken for the clock.
 """
 
 from __future__ import annotations
@@ -17,37 +20,43 @@ import argparse
 import math
 import os
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.pipeline import Builder, Point, Subject, residual_blocks  # sets the devices, before JAX is there
+from benchmarks.pipeline import (  # sets the devices, before JAX is there
+    Builder,
+    Built,
+    Point,
+    Subject,
+    points,
+    residual_blocks,
+)
 
 # isort: split
 from rich.console import Console
 from rich.table import Table
 
 from autopar.cluster import Cluster
-from autopar.cost_model.pipeline import ExecutableCost
+from autopar.cost_model.pipeline import ExecutableCost, machine_of, transfer_load
+from autopar.cost_model.simulate import Work, simulate
 from autopar.profile_file import machine_cores
-from benchmarks.ranking import priced
+from autopar.runtime.pipeline import Key
+from benchmarks.ranking import priced, tau_text, verdict
 
 WANTED = 0.25
-POINTS = (
-    Point(4, 4),
-    Point(2, 2),
-    Point(6, 8),
-    Point(4, 8, devices=((0, 1), (2, 3))),
-    Point(4, 4, devices=((0,), (1, 2))),
-)
 
 
 @dataclass(frozen=True)
 class Row:
     """One executable: its price, and the seconds measured."""
 
-    name: str
+    key: Key
     cost: ExecutableCost
     measured_seconds: float
+
+    def __str__(self) -> str:
+        stage, part, segment = self.key
+        return f"{stage} {part.value} {segment}"
 
     @property
     def ratio(self) -> float:
@@ -55,14 +64,13 @@ class Row:
         return self.cost.seconds / self.measured_seconds
 
 
-def rows(builder: Builder, point: Point, cluster: Cluster, calls: int) -> Iterator[Row]:
+def rows(built: Built, point: Point, cluster: Cluster, calls: int) -> Iterator[Row]:
     """The executables of a plan."""
-    built = builder.build(point)
     for (stage, part, segment), executable in built.executor.executables.items():
         call = Subject(executable).timed(calls)
         share = cluster.num_devices / len(point.devices[stage]) / machine_cores()
         cost = built.found.costs[stage].executables[part, segment]
-        yield Row(f"{stage} {part.value} {segment}", cost, call.processor_seconds * share)
+        yield Row((stage, part, segment), cost, call.processor_seconds * share)
 
 
 def table(title: str, found: Sequence[Row]) -> Table:
@@ -83,12 +91,33 @@ def table(title: str, found: Sequence[Row]) -> Table:
         cost = row.cost
         parts = (cost.compute_seconds, cost.communication_seconds, cost.allocation_seconds, cost.call_seconds)
         figures = [f"{seconds * 1e3:.2f}" for seconds in (row.measured_seconds, cost.seconds, *parts)]
-        made.add_row(row.name, *figures, f"{row.ratio:.2f}")
+        made.add_row(str(row), *figures, f"{row.ratio:.2f}")
+    return made
+
+
+def simulated_seconds(built: Built, found: Sequence[Row], cluster: Cluster) -> float:
+    """A step of a plan whose executables take what was measured."""
+    seconds = {row.key: row.measured_seconds for row in found}
+    pipeline, transfers = built.found.pipeline, built.found.transfers
+    work = Work(
+        lambda task: seconds[task.stage, task.part, task.segment],
+        lambda number: transfer_load(transfers[number], cluster),
+    )
+    return simulate(pipeline.lists.lists, work, machine_of(pipeline, cluster)).step_seconds
+
+
+def steps_table(steps: Mapping[str, tuple[float, float]]) -> Table:
+    """Seconds of steps, predicted and simulated, quickest first."""
+    made = Table(title="steps")
+    for column in ("plan", "simulated ms", "predicted ms", "predicted / simulated"):
+        made.add_column(column, justify="left" if column == "plan" else "right")
+    for name, (predicted, simulated) in sorted(steps.items(), key=lambda one: one[1][1]):
+        made.add_row(name, f"{simulated * 1e3:.2f}", f"{predicted * 1e3:.2f}", f"{predicted / simulated:.2f}")
     return made
 
 
 def main() -> None:
-    """Print a table per plan, and how far off executables are."""
+    """Print a table per plan, how far off executables are, and how well plans are ranked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", default="auto", help="auto (measure if there is none), measure, none, or a file")
     parser.add_argument("--calls", type=int, default=9)
@@ -96,18 +125,32 @@ def main() -> None:
     console = Console(width=130)
     cluster = priced(arguments.profile, True)
     builder = Builder(residual_blocks(), cluster)
-    everything: dict[str, list[float]] = {}
-    for point in POINTS:
-        found = list(rows(builder, point, cluster, arguments.calls))
-        console.print(table(str(point), found))
-        for row in found:
-            everything.setdefault(row.name.split()[1], []).append(abs(math.log(row.ratio)))
-    for part, errors in everything.items():
-        within = sum(error <= math.log1p(WANTED) for error in errors)
-        off = math.expm1(statistics.median(errors))
-        console.print(f"{part}: median off by {off:.0%}, {within} of {len(errors)} within {WANTED:.0%}")
+    by_part: dict[str, list[float]] = {}
+    steps: dict[str, tuple[float, float]] = {}
+    known: dict[Hashable, list[Row]] = {}
+    for point in points():
+        built = builder.build(point)
+        same = (point.blocks, point.count, point.devices)  # schedules share executables
+        if same not in known:
+            known[same] = list(rows(built, point, cluster, arguments.calls))
+            console.print(table(str(point), known[same]))
+            for row in known[same]:
+                by_part.setdefault(row.key[1].value, []).append(abs(math.log(row.ratio)))
+        steps[str(point)] = built.found.step_seconds, simulated_seconds(built, known[same], cluster)
+    console.print(steps_table(steps))
+    for part, errors in by_part.items():
+        console.print(f"{part}: {_errors(errors)}")
+    console.print(f"steps: {_errors([abs(math.log(said / clock)) for said, clock in steps.values()])}")
+    ranked = verdict(*zip(*steps.values(), strict=True))
+    console.print(f"{ranked.pairs} pairs of steps: tau {tau_text(ranked.tau)}, regret {ranked.regret:.3f}")
     load = ", ".join(f"{load:.1f}" for load in os.getloadavg())
     console.print(f"{machine_cores()} cores, load {load}")
+
+
+def _errors(logarithms: Sequence[float]) -> str:
+    within = sum(error <= math.log1p(WANTED) for error in logarithms)
+    off = math.expm1(statistics.median(logarithms))
+    return f"median off by {off:.0%}, {within} of {len(logarithms)} within {WANTED:.0%}"
 
 
 if __name__ == "__main__":

@@ -130,7 +130,17 @@ def test_a_cluster_file_and_a_plan_file(tmp_path: Path, capsys: pytest.CaptureFi
 def test_profile_measures_and_stores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    least = measure.Effort((1 << 12,), (16,), ("float32",), (1 << 12,), (1 << 12,), seconds=0.0, least_runs=1)
+    least = measure.Effort(
+        (1 << 12,),
+        (16,),
+        ("float32",),
+        (1 << 12,),
+        (1 << 12,),
+        seconds=0.0,
+        least_runs=1,
+        streamed_bytes=1 << 13,
+        operations=(),
+    )
     monkeypatch.setattr(measure, "QUICK", least)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["profile", "--quick", "--out", str(tmp_path / "mine.json")]) == OK

@@ -143,6 +143,8 @@ def _seconds_of(explanation: Explanation | PipelineExplanation) -> dict[str, flo
         "of it update": time.update_seconds,
         "communication": time.communication_seconds,
     }
+    if time.allocation_seconds:
+        amounts["new memory"] = time.allocation_seconds
     for row in time.communication:
         amounts[f"{row.kind} over {_over(row.axes)}"] = row.seconds
     return amounts

@@ -39,8 +39,9 @@ class Communication:
 class Time:
     """Predicted seconds of one step.
 
-    ``step_seconds = compute_seconds + communication_seconds``; ``update_seconds`` (the optimizer) is part of
-    ``compute_seconds``; ``communication`` sums to ``communication_seconds``.
+    ``step_seconds = compute_seconds + communication_seconds + allocation_seconds``; ``update_seconds`` (the optimizer) is
+    part of ``compute_seconds``; ``communication`` sums to ``communication_seconds``; ``allocation_seconds`` are those of memory
+    that is new to the call, where they were measured.
     """
 
     step_seconds: float
@@ -48,6 +49,7 @@ class Time:
     update_seconds: float
     communication_seconds: float
     communication: tuple[Communication, ...]
+    allocation_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

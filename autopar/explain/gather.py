@@ -284,6 +284,7 @@ def _time(prediction: Prediction) -> Time:
         prediction.update_seconds,
         prediction.communication_seconds,
         communication_of(prediction),
+        prediction.allocation_seconds,
     )
 
 

@@ -32,6 +32,8 @@ def verdict_text(plan: Plan, leaves: Sequence[Leaf], methods: Sequence[MethodTot
         f"{seconds_text(prediction.step_seconds)} a step predicted: {seconds_text(prediction.compute_seconds)} compute "
         f"+ {seconds_text(prediction.communication_seconds)} communication"
     )
+    if prediction.allocation_seconds:
+        time += f" + {seconds_text(prediction.allocation_seconds)} for new memory"
     used = prediction.memory.total_bytes
     memory = f"{bytes_text(used)} of {bytes_text(budget_bytes)} a device ({_percent(used / budget_bytes)})"
     sentence = f"{layout}. {time}; {memory}. {_rivals_text(plan, methods)}"
