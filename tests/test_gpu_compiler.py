@@ -74,6 +74,10 @@ def off_by(found: autopar.Verification) -> float:
 
 
 def check(found: autopar.Verification) -> None:
+    total = found.figure("memory in all")
+    print(
+        f"{found.function} {found.method} {found.mesh}: {total.predicted / 1e9:.2f} GB, compiled {total.compiled / 1e9:.2f}"
+    )
     assert found.agrees, str(found)
     assert found.collectives
     assert all(row.axes != NO_AXES for row in found.collectives)
