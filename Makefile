@@ -3,7 +3,7 @@
 #   make demo      train examples/gpt on 8 virtual CPU devices with a plan that nobody wrote, and explain it; then as a pipeline
 #   make test      the quick tests
 #   make verify    all tests, the slow proofs included; the log is build/verify.log
-#   make verify-gpu    predictions held against XLA's compiler for H100s, no GPU needed; own environment, 130 MB more;
+#   make verify-gpu    predictions held against XLA's compiler for H100s, no GPU needed; own environment, 240 MB more;
 #                  the log is build/verify_gpu.log
 #   make lint      ruff, mypy, import contracts        make format    let ruff rewrite what it can
 #   make bench     every script in benchmarks/         make docs      the manual, into build/site
@@ -37,10 +37,12 @@ $(VENV)/.made:
 	  echo "$(PYTHON) -m venv failed: on Debian and Ubuntu install the package python3-venv" >&2; exit 1; }
 	@touch $@
 
-# One stamp per extra, so that `make demo` does not wait for mypy, nor `make lint` twice for anything.
+# One stamp per extra, so that `make demo` does not wait for mypy, nor `make lint` twice for anything. In a stamp's name `-` parts
+# extras and `_` stands for the `-` of an extra's own name.
+extras = $(subst _,-,$(subst -,$(comma),$*))
 $(VENV)/.with-%: $(VENV)/.made pyproject.toml $(CONSTRAINTS)
-	@echo "set-up: autopar[$(subst -,$(comma),$*)] with the versions of $(CONSTRAINTS) (once; one or two minutes if all must be fetched)"
-	@started=$$(date +%s); $(BIN)/python -m pip install $(PIP_FLAGS) -e '.[$(subst -,$(comma),$*)]' -c $(CONSTRAINTS) && \
+	@echo "set-up: autopar[$(extras)] with the versions of $(CONSTRAINTS) (once; one or two minutes if all must be fetched)"
+	@started=$$(date +%s); $(BIN)/python -m pip install $(PIP_FLAGS) -e '.[$(extras)]' -c $(CONSTRAINTS) && \
 	  echo "set-up: done in $$(($$(date +%s) - started)) s"
 	@touch $@
 

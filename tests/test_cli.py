@@ -94,6 +94,9 @@ def test_bad_cases_are_exit_code_2_with_a_sentence(case: str, capsys: pytest.Cap
         (["--method", "zero4"], "zero4"),
         (["--plan", "none.json"], "cannot read plan file none.json"),
         (["--cluster", "p4d.24xlarge", "--hosts", "2"], "16 devices"),
+        (["--compiler", "h100"], "plan for GPUs"),
+        (["--compiler", "h10", "--cluster", "p5.48xlarge"], "compiler='h10' is unknown; say \"v100\""),
+        (["--compiler", "h100", "--cluster", "p5.48xlarge", "--devices", "8"], "give one"),
     ],
 )
 def test_bad_options_are_exit_code_2_with_a_sentence(
@@ -101,6 +104,15 @@ def test_bad_options_are_exit_code_2_with_a_sentence(
 ) -> None:
     assert main(["verify-plan", "tests.verify_cases:decorated", *options]) == BAD_INPUT
     assert said in capsys.readouterr().err
+
+
+def test_without_the_compiler_of_gpus_the_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("autopar._compat.has_gpu_compiler", lambda: False)
+    options = ["--compiler", "h100", "--cluster", "p5.48xlarge"]
+    assert main(["verify-plan", "tests.verify_cases:decorated", *options]) == BAD_INPUT
+    assert 'pip install "autopar[gpu-compiler]"' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [[], ["verify"], ["verify-plan"], ["verify-plan", "a:b", "--mesh", "2x0"]])

@@ -16,9 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
+from jax.typing import DTypeLike
 
 import autopar
 from autopar.cluster import Mesh
+from autopar.cost_model.arrays import arrays_of
+from autopar.cost_model.buffers import kernels_of
 from autopar.cost_model.hlo import memory_bytes
 from autopar.cost_model.memory import PACKED_BUFFERS, Span, packed_bytes, predict_memory
 from autopar.cost_model.tenants import trees
@@ -188,6 +191,24 @@ def dropped(x: jax.Array, w: jax.Array) -> Any:
 def test_one_effect(function: Any) -> None:
     memory, actual = whole_on_each_device(function, (1024, 512), (512, 512))
     check(memory, actual)
+
+
+@pytest.mark.parametrize(("dtype", "platform", "kept"), [
+    (jnp.float32, "cpu", True), (jnp.float32, "cuda", True), (jnp.bfloat16, "cpu", True), (jnp.bfloat16, "cuda", False),
+])  # fmt: skip
+def test_gpus_compute_wide_floats_again_where_narrow_ones_are_kept(dtype: DTypeLike, platform: str, kept: bool) -> None:
+    def softmax_product(x: jax.Array, w: jax.Array) -> jax.Array:
+        powers = jnp.exp((x @ w).astype(jnp.float32))
+        return (powers / jnp.sum(powers, 1, keepdims=True)).astype(dtype) @ w
+
+    arguments = tuple(jax.ShapeDtypeStruct((256, 256), dtype) for _ in range(2))
+    graph = build_graph(trace(softmax_product, arguments, {}).jaxpr, platform=platform)
+    stage = Stage(Mesh(("data",), (8,)), {}, {}, {})
+    program = lower(graph, stage, output_layouts(graph, stage, ()))
+    kernels = kernels_of(arrays_of(program, (), platform), platform)
+    made = {kernels.nodes[number].source.primitive for number in kernels.reads if kernels.nodes[number].source}
+    assert "dot_general" in made
+    assert ("exp" in made) is kept
 
 
 def test_without_donation_nothing_is_aliased() -> None:

@@ -21,6 +21,7 @@ from autopar.cluster import Cluster
 from autopar.cost_model.collectives import Collective
 from autopar.cost_model.hlo import form_reduce_scatters, parse_module, step_seconds
 from autopar.methods import TensorParallel
+from benchmarks.models import build
 
 WIDTH, HIDDEN, BATCH, LAYERS = 128, 512, 2048, 2
 OPTIMIZER = optax.adam(1e-3)
@@ -85,3 +86,14 @@ def test_a_method_communicates_like_plain_jax(method: str) -> None:
         assert mine[kind] == pytest.approx(moved, rel=0.05), (kind, mine, theirs)
     seconds = step_seconds(parse_module(ours.as_text()), cluster).seconds
     assert seconds <= step_seconds(parse_module(reference.as_text()), cluster).seconds * 1.02
+
+
+def test_the_sums_behind_a_norm_of_narrow_gradients_are_reduced_not_their_gradients_gathered() -> None:
+    """Each sum is rounded before they are added, so each is reduced; these reductions become one, and pay one latency."""
+    model = build("gpt", "toy", jnp.bfloat16)
+    step = autopar.parallelize(method="zero3", cluster=Cluster.preset("p5.48xlarge"))(model.train_step)
+    uses = step.plan(model.abstract_state(), model.abstract_batch()).prediction.collectives
+    of_sums = [use for use in uses if use.origin.startswith("reduce_sum") and use.phase == "update"]
+    assert {use.kind for use in of_sums} == {Collective.ALL_REDUCE.value}
+    alone = max(use.seconds for use in of_sums)
+    assert sum(use.seconds for use in of_sums) < 2.0 * alone

@@ -589,3 +589,33 @@ def test_a_body_of_other_shapes_is_noticed() -> None:
         verify_graph(_with_operator(graph, number, bodies=(dataclasses.replace(body, values=values),)))
     with pytest.raises(InternalError, match="trips"):
         verify_graph(_with_operator(graph, number, bodies=(dataclasses.replace(body, trips=3),)))
+
+
+@pytest.mark.parametrize("read_between", [False, True])
+def test_a_sum_in_two_parts_is_made_in_one_unless_somebody_reads_in_between(read_between: bool) -> None:
+    """The value's home is partial over one axis still; its reader wants all of it, another one takes the summands."""
+
+    def step(x: jax.Array) -> Any:
+        total = jnp.sum(x, 0)
+        return (jnp.sin(total), -total) if read_between else jnp.sin(total)
+
+    planned = plan_of(step, (np.arange(48.0).reshape(16, 3),))
+    mesh = Mesh(("data", "model"), (2, 4))
+    reduce = next(operator for operator in planned.graph.operators if operator.primitive == "reduce_sum")
+    negate = [operator for operator in planned.graph.operators if operator.primitive == "neg"]
+    (value,) = reduce.results
+    rows = [number for number, factor in enumerate(reduce.rule.factors) if factor.size == 16]
+    cut = tuple(("data", "model") if number in rows else () for number in range(len(reduce.rule.factors)))
+    strategies = {reduce.id: Strategy(cut)}
+    homes = {planned.graph.inputs[0]: Layout((("data", "model"), ())), value: Layout(((),), ("model",))}
+    for operator in negate:
+        strategies[operator.id] = Strategy(((),), ("model",))
+    stage = Stage(mesh, homes, {}, strategies)
+    program = lower(planned.graph, stage, [Layout(((),))] * len(planned.graph.outputs))
+    verify_program(program)
+    sums = [step.moves for step in program.steps if isinstance(step, Reshard) and step.source.value == value]
+    each = [tuple(move.axes for move in moves) for moves in sums]
+    assert each == ([(("data",),), (("model",),)] if read_between else [(("data", "model"),)])
+    results = run(program, [planned.arguments[0]])
+    for result, right in zip(results, jax.tree.leaves(step(*planned.arguments)), strict=True):
+        np.testing.assert_allclose(plain(result), plain(right), rtol=TOLERANCE)

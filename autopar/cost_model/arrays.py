@@ -91,6 +91,8 @@ class Node:
     widens: bool = False
     taken_in: bool = False
     is_zero: bool = False
+    source_bytes: int = 0
+    """Size of the largest array in memory that the array is computed from (its own, if it is not fused)."""
     combines: tuple[Collective, Axes, str] | None = None
     """Kind, axes and element type of a collective that may be combined with others of the same."""
     inner: Arrays | None = None
@@ -201,7 +203,10 @@ class _Builder:
     def _add(
         self, form: Form, inputs: tuple[int, ...], size: int, tenant: Tenant, value: int, source: Operator | None
     ) -> int:
-        self.arrays.nodes.append(Node(form, inputs, size, tenant, value, source))
+        node = Node(form, inputs, size, tenant, value, source)
+        fused = form in (Form.CHEAP, Form.COSTLY, Form.RENAME)
+        node.source_bytes = max((self.arrays.nodes[i].source_bytes for i in inputs), default=0) if fused else size
+        self.arrays.nodes.append(node)
         return len(self.arrays.nodes) - 1
 
     def _buffer(
@@ -350,6 +355,8 @@ class _Builder:
         node.elementwise = elementwise
         if operator.primitive == "div" and len(inputs) == 2 and self.arrays.nodes[inputs[1]].widens:
             node.form = Form.CHEAP  # XLA multiplies by the inverse of what is broadcast.
+        if elementwise and form is Form.COSTLY and not self._on_cpu and node.size_bytes > node.source_bytes > 0:
+            node.form = Form.CHEAP  # XLA:GPU weighs arithmetic against memory: it reads narrow floats again.
         given = [self.arrays.nodes[i] for i in set(inputs)]
         large = [other.size_bytes for other in given if not other.widens and other.size_bytes >= node.size_bytes]
         node.unary = len(large) <= 1 or sum(other.size_bytes for other in given) <= node.size_bytes
