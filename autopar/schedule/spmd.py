@@ -2,17 +2,10 @@
 
 A buffer is (value, layout).  Each value has a *home* layout; an operator that wants another one gets it by a reshard
 from the buffer at hand that is cheapest to start from; buffers made that way are kept for later consumers, so a
-<<<<<<< HEAD
 parameter is gathered once, however many operators use it.  A sum in two parts that nobody reads in between is made in
 one: its value would be all-reduced over some axes on its way home, and over the others where it is wanted.  Values with a
 *copy* layout (see :mod:`autopar.intra_op.problem`) go through it.  An operator leaves its result in the layout that its
 strategy implies; a reshard to the value's home follows where the two differ: that is where partial sums end.
-=======
-parameter is gathered once, however many operators use it. A sum in two parts that nobody reads in between is made in
-one: its value would be all-reduced over some axes on its way home, and over the others where it is wanted. Values with
-a *copy* layout (see :mod:`autopar.intra_op.problem`) go through it. An operator leaves its result in the layout that
-its strategy implies; a reshard to the value's home follows where the two differ: that is where partial sums end.
->>>>>>> 0006ea2cc6aeee6f1e7e9595da05829947030469
 
 The list is all that the price, the memory and the execution of a stage depend on, so all three speak of the same thing.
 """
