@@ -100,14 +100,16 @@ def executable_cost(one: Executable, fusion: Fusion, cluster: Cluster) -> Execut
     """The price of one executable."""
     program = _as_program(one)
     runs = run_costs(program, fusion, cluster)
-    collectives = tuple(collectives_of(program, cluster))
+    platform = cluster.device.platform.value
+    arrays = arrays_of(program, one.donations, platform)
+    collectives = tuple(collectives_of(program, cluster, arrays))
     return ExecutableCost(
         compute_seconds=sum(run.seconds for run in runs),
         communication_seconds=sum(use.seconds for use in collectives),
         update_seconds=sum(run.seconds for run in runs if run.operator.phase is Phase.UPDATE),
         flops=sum(run.flops for run in runs),
         bytes_moved=sum(run.bytes_moved for run in runs),
-        temp_bytes=_temp_bytes(one, program, cluster.device.platform.value),
+        temp_bytes=timeline(arrays, platform).temp_bytes,
         collectives=collectives,
         call_seconds=_call_seconds(cluster),
     )
@@ -133,10 +135,6 @@ def _as_program(one: Executable) -> SpmdProgram:
         inputs=tuple(argument.buffer for argument in one.arguments),
         outputs=tuple(result.buffer for result in one.results),
     )
-
-
-def _temp_bytes(one: Executable, program: SpmdProgram, platform: str) -> int:
-    return timeline(arrays_of(program, one.donations, platform), platform).temp_bytes
 
 
 def transfers_of(pipeline: Pipeline, cluster: Cluster) -> dict[int, CrossMeshTransfer]:

@@ -100,10 +100,14 @@ class _Search:
         self._planners: dict[int, StagePlanner] = {}
         self.starts: dict[int, tuple[int, ...]] = {}
 
+    @property
+    def _base(self) -> int:
+        """The number of microbatches that estimates are made for."""
+        return max((count for count in self._counts if count <= ESTIMATED_COUNT), default=self._counts[0])
+
     def best(self) -> PipelineFound | None:
-        base = max((count for count in self._counts if count <= ESTIMATED_COUNT), default=self._counts[0])
-        task = self._tasks(base)
-        if not self._layers(base):
+        task = self._tasks(self._base)
+        if not self._layers(self._base):
             return None
         size = len(task.loop.graph.operators)
         most = min(MOST_PLANNED, max(2, PLANNED_OPERATORS // size))
@@ -188,24 +192,31 @@ class _Search:
             self._planners[count] = StagePlanner(self._tasks(count))
         return self._planners[count]
 
+    def _arranged(self, grouping: Grouping, count: int, schedule: Schedule) -> Arrangement | None:
+        """A grouping in the step of so many microbatches; None where that has other layers."""
+        starts = self._layers(count)
+        if max(grouping.ends[:-1]) > len(starts):
+            return None
+        return Arrangement(tuple(starts[end - 1] for end in grouping.ends[:-1]), grouping.devices, schedule)
+
     def _plan(self, grouping: Grouping) -> None:
         """Plan a grouping exactly, under every schedule that is allowed, unless that was done before."""
         key = (grouping.count, grouping.ends, grouping.sizes)
         if key in self._planned:
             return
         self._planned.add(key)
-        starts = self._layers(grouping.count)
-        try:
-            cuts = tuple(starts[end - 1] for end in grouping.ends[:-1])
-        except IndexError:
-            return  # the step of this many microbatches has other layers
-        planner = self._planner(grouping.count)
         first, *others = (self._wanted.schedule,) if self._wanted.schedule else SCHEDULES
-        arrangement = Arrangement(cuts, grouping.devices, first)
-        is_large = len(self._tasks(grouping.count).loop.graph.operators) > PLANNED_OPERATORS
-        give_up_seconds = GIVE_UP * self._enough if is_large else float("inf")
-        if is_large and planner.bound_seconds(arrangement) >= give_up_seconds:
+        base, give_up_seconds = self._base, float("inf")
+        if len(self._tasks(base).loop.graph.operators) > PLANNED_OPERATORS:
+            give_up_seconds = GIVE_UP * self._enough
+            for count in sorted({min(base, grouping.count), grouping.count}):  # the base is at hand
+                rough = self._arranged(grouping, count, first)
+                if rough and self._planner(count).bound_seconds(rough, grouping.count) >= give_up_seconds:
+                    return
+        arrangement = self._arranged(grouping, grouping.count, first)
+        if arrangement is None:
             return
+        planner = self._planner(grouping.count)
         try:
             found = planner.plan(arrangement, give_up_seconds)
         except BudgetError as error:
