@@ -100,14 +100,10 @@ class _Search:
         self._planners: dict[int, StagePlanner] = {}
         self.starts: dict[int, tuple[int, ...]] = {}
 
-    @property
-    def _base(self) -> int:
-        """The number of microbatches that estimates are made for."""
-        return max((count for count in self._counts if count <= ESTIMATED_COUNT), default=self._counts[0])
-
     def best(self) -> PipelineFound | None:
-        task = self._tasks(self._base)
-        if not self._layers(self._base):
+        base = max((count for count in self._counts if count <= ESTIMATED_COUNT), default=self._counts[0])
+        task = self._tasks(base)
+        if not self._layers(base):
             return None
         size = len(task.loop.graph.operators)
         most = min(MOST_PLANNED, max(2, PLANNED_OPERATORS // size))
@@ -192,9 +188,9 @@ class _Search:
             self._planners[count] = StagePlanner(self._tasks(count))
         return self._planners[count]
 
-    def _arranged(self, grouping: Grouping, count: int, schedule: Schedule) -> Arrangement | None:
-        """A grouping in the step of so many microbatches; None where that has other layers."""
-        starts = self._layers(count)
+    def _arranged(self, grouping: Grouping, schedule: Schedule) -> Arrangement | None:
+        """A grouping in the step of its number of microbatches; None where that has other layers."""
+        starts = self._layers(grouping.count)
         if max(grouping.ends[:-1]) > len(starts):
             return None
         return Arrangement(tuple(starts[end - 1] for end in grouping.ends[:-1]), grouping.devices, schedule)
@@ -206,17 +202,14 @@ class _Search:
             return
         self._planned.add(key)
         first, *others = (self._wanted.schedule,) if self._wanted.schedule else SCHEDULES
-        base, give_up_seconds = self._base, float("inf")
-        if len(self._tasks(base).loop.graph.operators) > PLANNED_OPERATORS:
-            give_up_seconds = GIVE_UP * self._enough
-            for count in sorted({min(base, grouping.count), grouping.count}):  # the base is at hand
-                rough = self._arranged(grouping, count, first)
-                if rough and self._planner(count).bound_seconds(rough, grouping.count) >= give_up_seconds:
-                    return
-        arrangement = self._arranged(grouping, grouping.count, first)
+        arrangement = self._arranged(grouping, first)
         if arrangement is None:
             return
-        planner = self._planner(grouping.count)
+        planner, give_up_seconds = self._planner(grouping.count), float("inf")
+        if len(self._tasks(grouping.count).loop.graph.operators) > PLANNED_OPERATORS:
+            give_up_seconds = GIVE_UP * self._enough
+            if planner.bound_seconds(arrangement) >= give_up_seconds:
+                return
         try:
             found = planner.plan(arrangement, give_up_seconds)
         except BudgetError as error:

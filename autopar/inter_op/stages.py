@@ -121,16 +121,15 @@ class StagePlanner:
         self._prices: dict[Hashable, Prices] = {}
         self._costs: dict[Hashable, StageCost] = {}
 
-    def bound_seconds(self, arrangement: Arrangement, count: int) -> float:
+    def bound_seconds(self, arrangement: Arrangement) -> float:
         """Seconds of a step of which nothing but computing and the collectives of stages takes time, without a budget.
 
-        With S_s the seconds of all N = ``count`` microbatches and the update on stage s: max S + Σ of the others' S / N.
-        If the task's step has fewer microbatches, S is what these take, which more of them do not take less.
+        With S_s the seconds of all N microbatches and the update on stage s: max S + Σ of the others' S / N.
         """
         made = self.cut(arrangement.cuts)
         pairs = zip(made.stages, arrangement.devices, strict=True)
         seconds = [self._stage(program, devices).cheapest(0.0).seconds for program, devices in pairs]
-        return max(seconds) + (sum(seconds) - max(seconds)) / count
+        return max(seconds) + (sum(seconds) - max(seconds)) / self._task.loop.count
 
     def plan(self, arrangement: Arrangement, give_up_seconds: float = float("inf")) -> PipelineFound:
         """The pipeline of an arrangement; raises :class:`~autopar.errors.BudgetError` where no stage plan keeps the budget.
