@@ -134,10 +134,15 @@ def _sorted(inputs: Sequence[Iterable[int]], rank: Sequence[int]) -> list[int]:
     return order
 
 
-def led_by(program: SpmdProgram, platform: str) -> Mapping[tuple[Buffer, int], tuple[Buffer, int]]:
-    """For each move (target of its reshard, number in it) that is combined with others, the first move of that set."""
+def led_by(
+    program: SpmdProgram, platform: str, arrays: Arrays | None = None
+) -> Mapping[tuple[Buffer, int], tuple[Buffer, int]]:
+    """For each move (target of its reshard, number in it) that is combined with others, the first move of that set.
+
+    ``arrays`` are those of the program, if they are known already.
+    """
     found: dict[tuple[Buffer, int], tuple[Buffer, int]] = {}
-    levels = [arrays_of(program, (), platform)]
+    levels = [arrays or arrays_of(program, (), platform)]
     while levels:
         arrays = levels.pop()
         levels += [node.inner for node in arrays.nodes if node.inner is not None]

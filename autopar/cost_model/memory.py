@@ -101,6 +101,19 @@ def predict_memory(
     """
     pairs = tuple(pair for pair in state_pairs if pair[0] in donated)
     arrays = arrays_of(program, pairs, platform)
+    return memory_of(arrays, program, fusion=fusion, state_pairs=state_pairs, platform=platform, names=names)
+
+
+def memory_of(
+    arrays: Arrays,
+    program: SpmdProgram,
+    *,
+    fusion: Fusion,
+    state_pairs: tuple[tuple[int, int], ...],
+    platform: str,
+    names: Mapping[int, str] = NO_NAMES,
+) -> Memory:
+    """The same of a program whose arrays, with their pairs, are known."""
     line = timeline(arrays, platform)
     arguments = [arrays.nodes[node].size_bytes for node in arrays.inputs]
     literals = [_bytes_of_literal(atom) for atom in _compat.jaxpr_of(program.graph.jaxpr).outvars]
@@ -112,7 +125,7 @@ def predict_memory(
     return Memory(
         argument_bytes=sum(arguments),
         output_bytes=sum(results) + (POINTER_BYTES * len(results) if len(results) > 1 else 0),
-        alias_bytes=sum(arguments[source] for source, _ in pairs),
+        alias_bytes=sum(arguments[source] for source, _ in arrays.pairs),
         temp_bytes=temp_bytes,
         by_kind=_by_kind(line, temp_bytes, fusion),
         largest=largest_tenants(line.tenants, program, state_pairs, arguments, names),

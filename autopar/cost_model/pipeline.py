@@ -102,8 +102,10 @@ def executable_cost(one: Executable, fusion: Fusion, cluster: Cluster) -> Execut
     """The price of one executable."""
     program = _as_program(one)
     runs = run_costs(program, fusion, cluster)
-    collectives = tuple(collectives_of(program, cluster))
-    temp_bytes = _temp_bytes(one, program, cluster.device.platform.value)
+    platform = cluster.device.platform.value
+    arrays = arrays_of(program, one.donations, platform)
+    collectives = tuple(collectives_of(program, cluster, arrays))
+    temp_bytes = timeline(arrays, platform).temp_bytes
     return ExecutableCost(
         compute_seconds=sum(run.seconds for run in runs),
         communication_seconds=sum(use.seconds for use in collectives),
@@ -146,10 +148,6 @@ def _as_program(one: Executable) -> SpmdProgram:
         inputs=tuple(argument.buffer for argument in one.arguments),
         outputs=tuple(result.buffer for result in one.results),
     )
-
-
-def _temp_bytes(one: Executable, program: SpmdProgram, platform: str) -> int:
-    return timeline(arrays_of(program, one.donations, platform), platform).temp_bytes
 
 
 def transfers_of(pipeline: Pipeline, cluster: Cluster) -> dict[int, CrossMeshTransfer]:

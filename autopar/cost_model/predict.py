@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 from autopar.cluster import Cluster
+from autopar.cost_model.arrays import Arrays
 from autopar.cost_model.collectives import Collective, collective_seconds, wire_bytes
 from autopar.cost_model.combine import led_by
 from autopar.cost_model.kernels import Kernel, kernel_cost
@@ -35,10 +36,12 @@ class RunCost:
     seconds: float
 
 
-def predict(program: SpmdProgram, fusion: Fusion, cluster: Cluster, memory: Memory) -> Prediction:
-    """Price a program; ``memory`` is what :mod:`autopar.cost_model.memory` says of it."""
+def predict(
+    program: SpmdProgram, fusion: Fusion, cluster: Cluster, memory: Memory, arrays: Arrays | None = None
+) -> Prediction:
+    """Price a program; ``memory`` is what :mod:`autopar.cost_model.memory` says of it, ``arrays`` are its own, if known."""
     runs = run_costs(program, fusion, cluster)
-    collectives = tuple(collectives_of(program, cluster))
+    collectives = tuple(collectives_of(program, cluster, arrays))
     communication = sum(use.seconds for use in collectives)
     return Prediction(
         compute_seconds=sum(run.seconds for run in runs),
@@ -85,11 +88,11 @@ def run_costs(program: SpmdProgram, fusion: Fusion, cluster: Cluster) -> list[Ru
     return found
 
 
-def collectives_of(program: SpmdProgram, cluster: Cluster) -> list[CollectiveUse]:
-    """Every collective of a step, in program order."""
+def collectives_of(program: SpmdProgram, cluster: Cluster, arrays: Arrays | None = None) -> list[CollectiveUse]:
+    """Every collective of a step, in program order; ``arrays`` are those of the program, if they are known already."""
     found = []
     mesh = program.mesh
-    leader = led_by(program, cluster.device.platform.value)
+    leader = led_by(program, cluster.device.platform.value, arrays)
     for step, trips in program.all_steps():
         if isinstance(step, Run):
             found.extend(_extremes(step, program, cluster, trips))

@@ -215,24 +215,28 @@ class _Search:
             self._planners[count] = StagePlanner(self._tasks(count))
         return self._planners[count]
 
+    def _arranged(self, grouping: Grouping, schedule: Schedule) -> Arrangement | None:
+        """A grouping in the step of its number of microbatches; None where that has other layers."""
+        starts = self._layers(grouping.count)
+        if max(grouping.ends[:-1]) > len(starts):
+            return None
+        return Arrangement(tuple(starts[end - 1] for end in grouping.ends[:-1]), grouping.devices, schedule)
+
     def _plan(self, grouping: Grouping) -> None:
         """Plan a grouping exactly, under every schedule that is allowed, unless that was done before."""
         key = (grouping.count, grouping.ends, grouping.sizes)
         if key in self._planned:
             return
         self._planned.add(key)
-        starts = self._layers(grouping.count)
-        try:
-            cuts = tuple(starts[end - 1] for end in grouping.ends[:-1])
-        except IndexError:
-            return  # the step of this many microbatches has other layers
-        planner = self._planner(grouping.count)
         first, *others = (self._wanted.schedule,) if self._wanted.schedule else SCHEDULES
-        arrangement = Arrangement(cuts, grouping.devices, first)
-        is_large = len(self._tasks(grouping.count).loop.graph.operators) > PLANNED_OPERATORS
-        give_up_seconds = GIVE_UP * self._enough if is_large else float("inf")
-        if is_large and planner.bound_seconds(arrangement) >= give_up_seconds:
+        arrangement = self._arranged(grouping, first)
+        if arrangement is None:
             return
+        planner, give_up_seconds = self._planner(grouping.count), float("inf")
+        if len(self._tasks(grouping.count).loop.graph.operators) > PLANNED_OPERATORS:
+            give_up_seconds = GIVE_UP * self._enough
+            if planner.bound_seconds(arrangement) >= give_up_seconds:
+                return
         try:
             found = planner.plan(arrangement, give_up_seconds)
         except BudgetError as error:

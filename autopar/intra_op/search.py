@@ -23,7 +23,8 @@ from functools import cached_property
 import numpy as np
 
 from autopar.cluster import Cluster, Mesh
-from autopar.cost_model.memory import predict_memory
+from autopar.cost_model.arrays import Arrays, arrays_of
+from autopar.cost_model.memory import memory_of
 from autopar.cost_model.predict import predict
 from autopar.errors import BudgetError, PlanError
 from autopar.graph.ir import Graph
@@ -293,6 +294,7 @@ class LaidOut:
     solution: Solution
     stage: Stage
     program: SpmdProgram
+    arrays: Arrays
     memory: Memory
     choices: Choices
 
@@ -342,19 +344,21 @@ class OnMesh:
         if choices is not self.choices:
             stage = stage_of(graph, problem, self.quotient, choices, solution.options)
         program = lower(graph, stage, output_layouts(graph, stage, task.state_pairs))
-        memory = predict_memory(
+        platform = task.cluster.device.platform.value
+        arrays = arrays_of(program, tuple(pair for pair in task.state_pairs if pair[0] in task.donated), platform)
+        memory = memory_of(
+            arrays,
             program,
             fusion=problem.fusion,
             state_pairs=task.state_pairs,
-            donated=task.donated,
-            platform=task.cluster.device.platform.value,
+            platform=platform,
             names=task.names or {},
         )
-        return LaidOut(solution, stage, program, memory, choices)
+        return LaidOut(solution, stage, program, arrays, memory, choices)
 
     def complete(self, laid: LaidOut) -> Found:
         """Predict all of what was laid out."""
-        prediction = predict(laid.program, self.problem.fusion, self.task.cluster, laid.memory)
+        prediction = predict(laid.program, self.problem.fusion, self.task.cluster, laid.memory, laid.arrays)
         solution = laid.solution
         report = SolverReport(self.model.num_variables, solution.core_variables, 0.0, self.gap_of(solution))
         return Found(
