@@ -355,6 +355,8 @@ class _Enumerator:
             if axes:
                 held = value.size_bytes / self._pieces(layout)
                 total += collective_seconds(Collective.ALL_REDUCE, held, axes, self.mesh, self.cluster)
+                if not compared and self._is_merged(result):
+                    total -= collective_seconds(Collective.ALL_REDUCE, 0.0, axes, self.mesh, self.cluster)
         return total
 
     def _roofline(self, flops: float, traffic: float, dtype: str) -> float:
@@ -363,6 +365,25 @@ class _Enumerator:
 
     def _pieces(self, layout: Layout) -> int:
         return self.mesh.axis_size(*(axis for axes in layout.dims for axis in axes))
+
+    def _is_merged(self, value: int) -> bool:
+        """A gradient, or a sum that the update takes before any other and rounds, or the like, before it adds it up."""
+        if value not in self.producer or self._is_gradient(value):
+            return value in self.producer
+        made = self.producer[value]
+        is_sum = made.phase is Phase.UPDATE and made.primitive == "reduce_sum"
+        return (
+            is_sum
+            and not all(reader.linear for reader in self.readers[value])
+            and not any(self._follows_sum(operand) for operand in made.operands if operand is not None)
+        )
+
+    def _follows_sum(self, value: int) -> bool:
+        made = self.producer.get(value)
+        if made is None or made.phase is not Phase.UPDATE:
+            return False
+        operands = [operand for operand in made.operands if operand is not None]
+        return made.primitive == "reduce_sum" or any(self._follows_sum(operand) for operand in operands)
 
     def _is_gradient(self, value: int) -> bool:
         """Made by the backward pass, and the update reads it, or it leads nowhere but there by linear operators."""
@@ -384,7 +405,7 @@ class _Enumerator:
                 held = array.size_bytes / self._pieces(layout)
                 full = held * self.mesh.axis_size(*move.axes) if move.kind is MoveKind.ALL_GATHER else held
                 total += collective_seconds(KINDS[move.kind], full, move.axes, self.mesh, self.cluster)
-                if move.kind in MERGED_ON_GPU and self._is_gradient(value):
+                if move.kind in MERGED_ON_GPU and self._is_merged(value):
                     total -= collective_seconds(KINDS[move.kind], 0.0, move.axes, self.mesh, self.cluster)
             layout = after_move(layout, move, self.mesh)
         return total

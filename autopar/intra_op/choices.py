@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from autopar.cluster import Cluster, Mesh
-from autopar.cost_model.collectives import Collective, collective_seconds
+from autopar.cost_model.collectives import Collective, axes_cost, wire_bytes
 from autopar.cost_model.kernels import kernel_cost
 from autopar.cost_model.reshard import reshard_table
 from autopar.cost_model.roofline import operator_seconds
@@ -191,8 +191,11 @@ def _immediate_seconds(node: OperatorNode, strategy: Strategy, mesh: Mesh, clust
         summed = layout.partial if k in node.free_results else ()
         for axes, is_extreme in ((extreme, True), (summed, False)):
             if axes:
-                sent_bytes = elements * wire_itemsize_bytes(value, cluster.device.platform, extreme=is_extreme)
-                total += collective_seconds(Collective.ALL_REDUCE, sent_bytes, axes, mesh, cluster)
+                full_bytes = elements * wire_itemsize_bytes(value, cluster.device.platform, extreme=is_extreme)
+                group_size, cost = axes_cost(Collective.ALL_REDUCE, axes, mesh, cluster)
+                sent = wire_bytes(Collective.ALL_REDUCE, full_bytes, group_size)
+                joins = k in node.joining_results and not is_extreme
+                total += sent * cost.seconds_per_wire_byte if joins else cost.seconds(sent)
     return total
 
 

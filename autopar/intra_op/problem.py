@@ -104,11 +104,9 @@ class OperatorNode:
     trips: int
     may_pass_partial: bool
     free_results: tuple[int, ...]
-    """Positions of scalar results: no node stands for them, a partial one is reduced at once.
-
-    Left out are those of which the reduction becomes one with that of others (:mod:`autopar.graph.gradients`): it costs a
-    latency, which each of them would count, and a few bytes.
-    """
+    """Positions of scalar results: no node stands for them, a partial one is reduced at once."""
+    joining_results: frozenset[int] = frozenset()
+    """Those of them of which the reduction becomes one with that of others (:mod:`autopar.graph.gradients`)."""
 
     @property
     def operator(self) -> Operator:
@@ -383,11 +381,8 @@ class _ProblemBuilder:
             may_pass_partial=operator.linear
             and all(operand in self._partial for operand in ranked)
             and operator.results[0] in self._partial,
-            free_results=tuple(
-                k
-                for k, value in enumerate(results)
-                if not value.shape and value.id not in self._partial and value.id not in self._gradients
-            ),
+            free_results=tuple(k for k, v in enumerate(results) if not v.shape and v.id not in self._partial),
+            joining_results=frozenset(k for k, v in enumerate(results) if v.id in self._gradients),
         )
 
     def _edges(
