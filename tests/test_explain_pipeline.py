@@ -28,7 +28,7 @@ def two_hosts() -> Cluster:
 
 @pytest.fixture(scope="module")
 def step() -> Any:
-    return autopar.parallelize(train_step, cluster=two_hosts(), stages=2, num_microbatches=COUNT)
+    return autopar.parallelize(train_step, cluster=two_hosts(), stages=2, schedule="1f1b", num_microbatches=COUNT)
 
 
 @pytest.fixture(scope="module")

@@ -58,18 +58,9 @@ GAPS = {
 }
 """Known errors of the prediction beyond the tolerance."""
 
-_compile = jax.stages.Lowered.compile
-
-
-def quickly(lowered: Any) -> Any:
-    """Compile without optimizing machine code: that comes after all buffers are assigned."""
-    return _compile(lowered, compiler_options={"xla_backend_optimization_level": 0})
-
 
 def predicted_and_actual(step: Any, *args: Any) -> tuple[Memory, Any]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(jax.stages.Lowered, "compile", quickly)
-        compiled = step.compile(*args)
+    compiled = step.compile(*args)
     return compiled.plan.prediction.memory, memory_bytes(compiled)
 
 
@@ -121,9 +112,7 @@ def whole_on_each_device(function: Any, *shapes: tuple[int, ...]) -> tuple[Memor
     stage = Stage(Mesh(("data",), (8,)), {}, {}, {})
     program = lower(graph, stage, output_layouts(graph, stage, ()))
     memory = predict_memory(program, fusion=fuse(graph), state_pairs=(), donated=frozenset(), platform="cpu")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(jax.stages.Lowered, "compile", quickly)
-        return memory, memory_bytes(Executor(program, traced.in_avals, frozenset(), jax.devices()))
+    return memory, memory_bytes(Executor(program, traced.in_avals, frozenset(), jax.devices()))
 
 
 def chained(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -40,7 +40,7 @@ class Bound:
 
 def lower_bound(model: Model, *, enough: float = np.inf) -> Bound:
     """A bound on the cost of every solution; passes go on until it reaches ``enough`` or hardly rises any more."""
-    messages = _Messages(model)
+    messages = Messages(model)
     reached = [-np.inf]
     for _ in range(MOST_PASSES // 2):
         messages.sweep(forward=True)
@@ -51,7 +51,7 @@ def lower_bound(model: Model, *, enough: float = np.inf) -> Bound:
     return Bound(reached[-1], messages.regrets)
 
 
-class _Messages:
+class Messages:
     """Owns the messages of a model, whose infinities are made large numbers."""
 
     def __init__(self, model: Model) -> None:
