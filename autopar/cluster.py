@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from autopar.errors import ClusterError
+from autopar.files import Header, write_atomically
 from autopar.profile import Profile
 
 _FILE_FORMAT = "autopar-cluster"
@@ -397,13 +398,6 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     cluster: _Cluster
 
 
-class _Header(msgspec.Struct):
-    """Read first and leniently, so that a file of another format or version is refused by that name."""
-
-    format: str
-    version: int
-
-
 def _read_cluster(path: Path) -> Cluster:
     """The cluster in the file; raises ``ClusterError`` that names the file, the field and what to do."""
     try:
@@ -411,7 +405,7 @@ def _read_cluster(path: Path) -> Cluster:
     except OSError as error:
         raise ClusterError(f"cannot read cluster file {path}: {error.strerror or error}; check the path") from error
     try:
-        header = msgspec.json.decode(data, type=_Header)
+        header = msgspec.json.decode(data, type=Header)
         if header.format != _FILE_FORMAT:
             raise ClusterError(
                 f"{path}: $.format is {header.format!r}, not {_FILE_FORMAT!r}; this is not a cluster file"
@@ -453,7 +447,7 @@ def _write_cluster(cluster: Cluster, path: Path) -> None:
     )
     data = msgspec.json.encode(_File(format=_FILE_FORMAT, version=_FILE_VERSION, cluster=stored))
     try:
-        path.write_bytes(msgspec.json.format(data, indent=2) + b"\n")
+        write_atomically(path, msgspec.json.format(data, indent=2) + b"\n")
     except OSError as error:
         raise ClusterError(f"cannot write cluster file {path}: {error.strerror or error}; check the path") from error
 

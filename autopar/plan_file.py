@@ -14,8 +14,6 @@ and a layout must make sense on the mesh that it is for.  Nothing in it is ever 
 from __future__ import annotations
 
 import math
-import os
-import secrets
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from operator import index
 from pathlib import Path
@@ -26,6 +24,7 @@ from msgspec import Meta, Struct
 
 from autopar.cluster import Mesh
 from autopar.errors import ClusterError, PlanError
+from autopar.files import Header, write_atomically
 from autopar.plan import (
     Axes,
     CollectiveUse,
@@ -144,13 +143,6 @@ class _File(Struct, forbid_unknown_fields=True):
     plan: _PlanEntry
 
 
-class _Header(Struct):
-    """Read first and leniently, so that a file of another format or version is refused by that name."""
-
-    format: str
-    version: int
-
-
 # ------------------------------------------------------------------------------------------------------------- writing
 
 
@@ -170,7 +162,10 @@ def save_plan(plan: Plan, path: str | Path) -> None:
         raise PlanError(f"this plan is not sound and was not written: {error}") from error
     if not readable:
         raise PlanError(f"{path}: this plan does not survive being written (a field of an unknown kind?); not written")
-    _write_atomically(Path(os.path.realpath(path)), data)
+    try:
+        write_atomically(path, data)
+    except OSError as error:
+        raise PlanError(f"cannot write plan file {path}: {error.strerror or error}; check the path") from error
 
 
 class _Table(Generic[_Entry]):
@@ -275,23 +270,6 @@ def _from_solver(solver: SolverReport) -> _SolverEntry:
     )
 
 
-def _write_atomically(path: Path, data: bytes) -> None:
-    """Write beside the target and move over it: a rename within a directory is atomic."""
-    # Not the tempfile module: its files are for their owner alone, and a plan is to be shared.
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        try:
-            with beside.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
-    except OSError as error:
-        raise PlanError(f"cannot write plan file {path}: {error.strerror or error}; check the path") from error
-
-
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
@@ -310,7 +288,7 @@ def load_plan(path: str | Path) -> Plan:
 
 def _decode(path: str | Path, data: bytes) -> Plan:
     try:
-        _check_header(path, msgspec.json.decode(data, type=_Header))
+        _check_header(path, msgspec.json.decode(data, type=Header))
         stored = msgspec.json.decode(data, type=_File).plan
     except msgspec.ValidationError as error:
         raise PlanError(f"{path}: {error}; {_ADVICE}") from error
@@ -322,7 +300,7 @@ def _decode(path: str | Path, data: bytes) -> Plan:
     return _Reader(path, stored).plan()
 
 
-def _check_header(path: str | Path, header: _Header) -> None:
+def _check_header(path: str | Path, header: Header) -> None:
     if header.format == _CLUSTER_FORMAT:
         raise PlanError(f"{path} describes a cluster, not a plan; read it with Cluster.from_file, and give a plan here")
     if header.format != FILE_FORMAT:

@@ -17,7 +17,6 @@ import functools
 import os
 import platform as host
 import re
-import secrets
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +24,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from autopar.errors import ClusterError
+from autopar.files import Header, write_atomically
 from autopar.profile import (
     CollectiveCurve,
     Curve,
@@ -101,13 +101,6 @@ class _File(Struct, forbid_unknown_fields=True):
     profile: _Profile
 
 
-class _Header(Struct):
-    """Read first and leniently, so that a file of another format or version is refused by that name."""
-
-    format: str
-    version: int
-
-
 # ------------------------------------------------------------------------------------------------------ where it lies
 
 
@@ -165,15 +158,9 @@ def save_profile(profile: Profile, path: str | Path) -> None:
         operations=tuple(_Operation(one.primitive, one.seconds_per_flop) for one in profile.operations),
     )
     data = msgspec.json.encode(_File(FILE_FORMAT, FILE_VERSION, stored))
-    target = Path(os.path.realpath(path))
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            beside.write_bytes(msgspec.json.format(data, indent=1) + b"\n")
-            os.replace(beside, target)
-        finally:
-            beside.unlink(missing_ok=True)
+        Path(os.path.realpath(path)).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, msgspec.json.format(data, indent=1) + b"\n")
     except OSError as error:
         raise ClusterError(f"cannot write profile {path}: {error.strerror or error}; check the path") from error
 
@@ -193,7 +180,7 @@ def load_profile(path: str | Path) -> Profile:
 @functools.lru_cache(maxsize=8)
 def _decode(path: str, data: bytes) -> Profile:
     try:
-        header = msgspec.json.decode(data, type=_Header)
+        header = msgspec.json.decode(data, type=Header)
         if header.format != FILE_FORMAT:
             raise ClusterError(f"{path}: $.format is {header.format!r}, not {FILE_FORMAT!r}; this is no profile")
         if header.version not in READABLE_VERSIONS:

@@ -16,8 +16,6 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from autopar import _compat
 from autopar.cluster import Platform
 from autopar.cost_model.collectives import Collective
@@ -26,6 +24,7 @@ from autopar.graph.build import LoopKind
 from autopar.graph.fusion import COSTLY, FREE, FUSIBLE, INPUT_FUSIBLE
 from autopar.graph.gradients import gradient_values
 from autopar.graph.ir import Operator, Phase
+from autopar.graph.zeros import is_zero_literal
 from autopar.plan import Axes, Layout
 from autopar.schedule.reshard import Move, MoveKind, after_move, local_shape
 from autopar.schedule.spmd import Buffer, Reshard, Run, SpmdProgram
@@ -150,11 +149,6 @@ def _read_as_it_lies(shape: tuple[int, ...], order: tuple[int, ...], batch: tupl
     stacked = [dim for dim in long if dim in batch]
     rest = sorted(dim for dim in long if dim not in batch)
     return long == sorted(long) or (len(rest) == 2 and [*stacked, *rest] == sorted(long))
-
-
-def _is_zero(operator: Operator) -> bool:
-    atom = operator.equation.invars[0]
-    return isinstance(atom, _compat.Literal) and not np.any(np.asarray(atom.val))
 
 
 def same_equation(one: Any, other: Any) -> bool:
@@ -361,7 +355,9 @@ class _Builder:
         large = [other.size_bytes for other in given if not other.widens and other.size_bytes >= node.size_bytes]
         node.unary = len(large) <= 1 or sum(other.size_bytes for other in given) <= node.size_bytes
         node.widens = operator.primitive in ("broadcast_in_dim", "iota")
-        node.is_zero = operator.primitive == "broadcast_in_dim" and not inputs and _is_zero(operator)
+        node.is_zero = (
+            operator.primitive == "broadcast_in_dim" and not inputs and is_zero_literal(operator.equation.invars[0])
+        )
         node.is_zero |= operator.primitive == "square" and given[0].is_zero
         node.taken_in = operator.primitive in TAKEN_IN_BY_REDUCTIONS
 
