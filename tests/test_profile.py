@@ -594,7 +594,9 @@ def test_operations_are_those_they_are_named_after_and_can_be_repeated(operation
 def test_new_memory_costs_more_than_memory_that_is_there() -> None:
     """64 MiB that are mapped and cleared page by page take longer than to write over them: a fact that no noise hides."""
     fresh = _Bench(jax.devices()[:1], dataclasses.replace(LEAST, fresh_bytes=(1 << 26,), least_runs=3), print).fresh()
-    assert fresh.outputs.at(1 << 26) > 1e-3  # what new scratch costs is hidden here by loops that tests leave unoptimized
+    assert (
+        fresh.outputs.at(1 << 26) > 1e-3
+    )  # what new scratch costs is hidden here by loops that tests leave unoptimized
 
 
 LEAST = Effort((1 << 12,), (16,), ("float32",), (1 << 12,), (1 << 12,), seconds=0.0, least_runs=1)

@@ -22,7 +22,7 @@ from jax.extend import core as jex
 from autopar import _compat
 from autopar.graph import rules as rules_module
 from autopar.graph.ir import Factor, FactorKind, Rule
-from autopar.graph.rules import KINDS, TABLE, rules_for
+from autopar.graph.rules import KINDS, TABLE, Rulebook, rules_for
 from autopar.graph.shardy import ask
 from tests.rule_cases import CASES, KEY, Case, X, integers, matrices, normal, shaped
 
@@ -433,3 +433,15 @@ def test_questions_do_not_grow_with_depth_or_shapes() -> None:
     shapes = [(n, m) for n in range(1, 20) for m in range(1, 20)]
     many = tuple(jax.make_jaxpr(lambda x: x * x)(jax.ShapeDtypeStruct(shape, np.float32)).eqns[0] for shape in shapes)
     assert questions(many) == 1
+
+
+def test_a_rulebook_asks_of_each_equation_once() -> None:
+    equations = train_step_equations(2)
+    book = Rulebook("cpu")
+    first = book.of(equations[: len(equations) // 2])
+    whole = book.of(equations)
+    assert whole == rules_for(equations, "cpu")
+    assert whole[: len(first)] == first
+    with mock.patch.object(rules_module, "ask", return_value=[]) as asked:
+        assert book.of(equations) == whole
+    assert not any(call.args[0] for call in asked.call_args_list)

@@ -22,7 +22,7 @@ import numpy as np
 from autopar import _compat
 from autopar.graph.flops import bytes_of, flops_of
 from autopar.graph.ir import Graph, Operator, Phase, Rule, Source, Value
-from autopar.graph.rules import rules_for
+from autopar.graph.rules import Rulebook
 
 LINEAR_IN_ALL_OPERANDS = frozenset({"add", "add_any", "sub"})
 LINEAR_IN_THE_OPERAND = frozenset(
@@ -45,8 +45,13 @@ class LoopKind(StrEnum):
 
 def build_graph(closed_jaxpr: Any, *, platform: str) -> Graph:
     """The graph of an inlined closed jaxpr, with factors as the lowering for ``platform`` (``"cpu"``, …) shows them."""
+    return build_graph_by(Rulebook(platform), closed_jaxpr)
+
+
+def build_graph_by(rulebook: Rulebook, closed_jaxpr: Any) -> Graph:
+    """The same, with rules that may have been found for other graphs."""
     plain = [equation for equation in _all_equations(closed_jaxpr) if not bodies_of(equation)]
-    rules = {id(equation): rule for equation, rule in zip(plain, rules_for(plain, platform), strict=True)}
+    rules = {id(equation): rule for equation, rule in zip(plain, rulebook.of(plain), strict=True)}
     return _Builder(rules).graph(closed_jaxpr, trips=1, phase=None)
 
 

@@ -36,55 +36,74 @@ _PLACEMENT_PARAMETERS = frozenset({"sharding", "out_sharding"})
 
 
 def rules_for(equations: Sequence[JaxprEqn], platform: str) -> list[Rule]:
-    """The rule of each equation, when lowered for ``platform`` (``cpu``, ``cuda`` or ``tpu``).
-
-    Equations with bodies (loops, branches, calls) are for the caller to take apart; asked about here, they are blocked
-    where their bodies cannot be read. Never raises: an equation that nothing is known of is blocked throughout, with
-    ``known=False``.
-    """
-    keys = _Keys()
-    numbers: dict[Hashable, int] = {}
-    distinct: list[JaxprEqn] = []
-    places = []
-    for equation in equations:
-        place = numbers.setdefault(keys.of(equation), len(distinct))
-        if place == len(distinct):
-            distinct.append(equation)
-        places.append(place)
-    rules = _rules_of_distinct(distinct, keys, platform)
-    return [rules[place] for place in places]
+    """The rule of each equation, when lowered for ``platform`` (``cpu``, ``cuda`` or ``tpu``); see :meth:`Rulebook.of`."""
+    return Rulebook(platform).of(equations)
 
 
-def _rules_of_distinct(equations: Sequence[JaxprEqn], keys: _Keys, platform: str) -> list[Rule]:
-    rules: dict[int, Rule] = {}
-    for number, equation in enumerate(equations):
-        rule = _from_table(equation)
-        if rule is not None:
-            rules[number] = rule
-    rules |= _by_stand_in(equations, [n for n in range(len(equations)) if n not in rules], keys, platform)
-    rest = [number for number in range(len(equations)) if number not in rules]
-    answers = ask([_question(equations[number]) for number in rest], platform)
-    for number, answer in zip(rest, answers, strict=True):
-        rules[number] = _rule_of_answer(equations[number], answer)
-    return [rules[number] for number in range(len(equations))]
+class Rulebook:
+    """Owns the rules found so far for one platform: the many graphs of one step ask about their equations once."""
+
+    def __init__(self, platform: str) -> None:
+        self.platform = platform
+        self._known: dict[Hashable, Rule] = {}
+        self._patterns: dict[Hashable, Rule | None] = {}
+        self._alive: list[JaxprEqn] = []
+        """Equations whose identities may stand in keys."""
+
+    def of(self, equations: Sequence[JaxprEqn]) -> list[Rule]:
+        """The rule of each equation.
+
+        Equations with bodies (loops, branches, calls) are for the caller to take apart; asked about here, they are blocked
+        where their bodies cannot be read. Never raises: an equation that nothing is known of is blocked throughout, with
+        ``known=False``.
+        """
+        keys = _Keys()
+        places = [keys.of(equation) for equation in equations]
+        new: dict[Hashable, JaxprEqn] = {}
+        for key, equation in zip(places, equations, strict=True):
+            if key not in self._known:
+                new.setdefault(key, equation)
+        self._alive += new.values()
+        self._known |= zip(new, self._rules_of_distinct(list(new.values()), keys), strict=True)
+        return [self._known[key] for key in places]
+
+    def _rules_of_distinct(self, equations: Sequence[JaxprEqn], keys: _Keys) -> list[Rule]:
+        rules: dict[int, Rule] = {}
+        for number, equation in enumerate(equations):
+            rule = _from_table(equation)
+            if rule is not None:
+                rules[number] = rule
+        rules |= self._by_stand_in(equations, [n for n in range(len(equations)) if n not in rules], keys)
+        rest = [number for number in range(len(equations)) if number not in rules]
+        answers = ask([_question(equations[number]) for number in rest], self.platform)
+        for number, answer in zip(rest, answers, strict=True):
+            rules[number] = _rule_of_answer(equations[number], answer)
+        return [rules[number] for number in range(len(equations))]
+
+    def _by_stand_in(self, equations: Sequence[JaxprEqn], numbers: Iterable[int], keys: _Keys) -> dict[int, Rule]:
+        """Rules of the equations of one shape, each asked about at the stand-in shape; the others are left out."""
+        groups: dict[Hashable, list[int]] = {}
+        for number in numbers:
+            if _one_shape(equations[number]) is not None:
+                groups.setdefault(keys.of(equations[number], stand_in=True), []).append(number)
+        new = {key: equations[members[0]] for key, members in groups.items() if key not in self._patterns}
+        answers = ask([_question(equation, stand_in=True) for equation in new.values()], self.platform)
+        for (key, equation), answer in zip(new.items(), answers, strict=True):
+            self._patterns[key] = _pattern(equation, answer)
+        return {
+            number: _resized(pattern, _one_shape(equations[number]) or ())
+            for key, members in groups.items()
+            if (pattern := self._patterns[key]) is not None
+            for number in members
+        }
 
 
-def _by_stand_in(equations: Sequence[JaxprEqn], numbers: Iterable[int], keys: _Keys, platform: str) -> dict[int, Rule]:
-    """Rules of the equations of one shape, each asked about at the stand-in shape; the others are left out."""
-    groups: dict[Hashable, list[int]] = {}
-    for number in numbers:
-        if _one_shape(equations[number]) is not None:
-            groups.setdefault(keys.of(equations[number], stand_in=True), []).append(number)
-    firsts = [equations[members[0]] for members in groups.values()]
-    answers = ask([_question(equation, stand_in=True) for equation in firsts], platform)
-    rules: dict[int, Rule] = {}
-    for members, equation, answer in zip(groups.values(), firsts, answers, strict=True):
-        shapes = [_stand_in(_shape(var)) for var in equation.outvars]
-        if answer is None or not answer.complete or list(answer.result_shapes) != shapes:
-            continue
-        pattern = _rule_of_answer(equation, answer)
-        rules |= {number: _resized(pattern, _one_shape(equations[number]) or ()) for number in members}
-    return rules
+def _pattern(equation: JaxprEqn, answer: Answer | None) -> Rule | None:
+    """The rule at the stand-in shape; None where it says nothing of other shapes."""
+    shapes = [_stand_in(_shape(var)) for var in equation.outvars]
+    if answer is None or not answer.complete or list(answer.result_shapes) != shapes:
+        return None
+    return _rule_of_answer(equation, answer)
 
 
 def _rule_of_answer(equation: JaxprEqn, answer: Answer | None) -> Rule:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from autopar.errors import BudgetError
+from autopar.graph.rules import Rulebook
 from autopar.inter_op.grouping import Estimates, Grouping, best_groupings, stage_sizes
 from autopar.inter_op.layer_costs import LayerCosts, LayerMap, layer_costs, layer_map
 from autopar.inter_op.layers import layers
@@ -99,6 +100,7 @@ class _Search:
         self._planned: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
         self._refusal: BudgetError | None = None
         self._planners: dict[int, StagePlanner] = {}
+        self._rulebook: Rulebook | None = None
         self.starts: dict[int, tuple[int, ...]] = {}
 
     def best(self) -> PipelineFound | None:
@@ -212,7 +214,9 @@ class _Search:
 
     def _planner(self, count: int) -> StagePlanner:
         if count not in self._planners:
-            self._planners[count] = StagePlanner(self._tasks(count))
+            task = self._tasks(count)
+            self._rulebook = self._rulebook or Rulebook(task.cluster.device.platform.value)
+            self._planners[count] = StagePlanner(task, self._rulebook)
         return self._planners[count]
 
     def _arranged(self, grouping: Grouping, schedule: Schedule) -> Arrangement | None:

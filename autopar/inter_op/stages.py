@@ -18,9 +18,10 @@ from autopar.cluster import Cluster, Mesh
 from autopar.cost_model.pipeline import StageCost, simulate_pipeline, stage_cost
 from autopar.cost_model.simulate import Simulation
 from autopar.errors import BudgetError
-from autopar.graph.build import build_graph
+from autopar.graph.build import build_graph_by
 from autopar.graph.fingerprint import structure
 from autopar.graph.ir import Graph
+from autopar.graph.rules import Rulebook
 from autopar.inter_op.assemble import Running, assemble
 from autopar.inter_op.cut import cut
 from autopar.inter_op.looped import Looped
@@ -114,8 +115,10 @@ class PipelineFound:
 class StagePlanner:
     """Owns the solutions of stages so far, so that no stage is solved twice."""
 
-    def __init__(self, task: PipelineTask) -> None:
+    def __init__(self, task: PipelineTask, rulebook: Rulebook | None = None) -> None:
+        """``rulebook`` holds what is known already of the step's operators, for the platform of the task's cluster."""
         self._task = task
+        self._rulebook = rulebook or Rulebook(task.cluster.device.platform.value)
         self._cuts: dict[tuple[int, ...], Cut] = {}
         self._graphs: dict[int, tuple[Graph, str]] = {}
         self._prices: dict[Hashable, Prices] = {}
@@ -201,8 +204,7 @@ class StagePlanner:
 
     def _graph(self, program: StageProgram) -> tuple[Graph, str]:
         if id(program) not in self._graphs:
-            platform = self._task.cluster.device.platform.value
-            self._graphs[id(program)] = build_graph(program.jaxpr, platform=platform), structure(program.jaxpr)
+            self._graphs[id(program)] = build_graph_by(self._rulebook, program.jaxpr), structure(program.jaxpr)
         return self._graphs[id(program)]
 
     def _stage(self, program: StageProgram, devices: tuple[int, ...]) -> Prices:
