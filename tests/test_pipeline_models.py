@@ -71,7 +71,9 @@ def masked_gpt() -> Model:
 
 
 def gpt_with_multi_steps() -> Model:
-    return small_gpt(optax.MultiSteps(optax.adamw(1e-3), every_k_schedule=3).gradient_transformation(), "MultiSteps")
+    # Left alone it accumulates in float32 and rounds twice, differently wherever XLA contracts products and sums.
+    steps = optax.MultiSteps(optax.adamw(1e-3), every_k_schedule=3, accumulator_dtype=jnp.float64)
+    return small_gpt(steps.gradient_transformation(), "MultiSteps")
 
 
 MODELS: Mapping[str, Callable[[], Model]] = {
@@ -139,7 +141,12 @@ def reference(name: str) -> Run:
         return run(model, jax.jit(model.train_step), jax.jit(model.make_state)(), STEPS)
 
 
+MESH_SHAPES = {1: (2, 4), 2: (2, 2), 4: (2, 1)}
+"""By the number of stages."""
+
+
 def pipeline(model: Model, row: Row) -> Any:
+    """What a user writes who leaves cuts and meshes to the planner."""
     schedule = None if row.stages == 1 else row.schedule
     return autopar.parallelize(
         model.train_step,
@@ -150,11 +157,11 @@ def pipeline(model: Model, row: Row) -> Any:
     )
 
 
-def check(row: Row) -> None:
+def check(row: Row, step_of: Callable[[Model, Row], Any] = pipeline) -> None:
     expected = reference(row.model)
     with precision(jnp.float64):
         model = MODELS[row.model]()
-        step = pipeline(model, row)
+        step = step_of(model, row)
         got = run(model, step, step.init(model.make_state, model.abstract_batch()), STEPS)
     plan = step.last.plan
     assert (len(plan.stages), plan.num_microbatches, plan.schedule) == (row.stages, row.count, row.schedule)
@@ -183,7 +190,8 @@ def check_or_refusal(row: Row) -> None:
 
 @pytest.mark.parametrize("row", covering(product(NAMED), seed=0), ids=str)
 def test_every_pair_of_choices(row: Row) -> None:
-    check(row)
+    """On meshes of one shape: what cuts and meshes are found decides on seconds, not on numbers, and takes most of the time."""
+    check(row, lambda model, row: pipeline(model, row).with_options(mesh_shape=MESH_SHAPES[row.stages]))
 
 
 @pytest.mark.verify
