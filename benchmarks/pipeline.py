@@ -120,8 +120,9 @@ class Point:
 def points() -> list[Point]:
     """Every cut, 2 to 8 microbatches, every schedule; a device a stage.
 
-    Sixteen microbatches make executables of a few milliseconds (simulated 6% to 19% high).  Stages of two devices each would be four threads on two cores: their collectives wait for the operating system's scheduler,
-    which no simulation of stages sees (steps were 11% to 18% slower than simulated).
+    Sixteen microbatches make executables of a few milliseconds (simulated 6% to 19% high).  Stages of two devices each would
+    be four threads on two cores: their collectives wait for the operating system's scheduler, which no simulation of stages
+    sees (steps were 11% to 18% slower than simulated).
     """
     found = [Point(blocks, count) for blocks in range(1, BLOCKS) for count in (2, 4, 8)]
     for schedule in (Schedule.GPIPE, Schedule.EAGER_ONE_F_ONE_B):
