@@ -144,11 +144,11 @@ class StagePlanner:
         result = self._at(arrangement, made, prices)
         too_low = list(prices)
         for _ in range(RISES):
+            if result.step_seconds >= give_up_seconds:
+                return result
             over = self._over(result)
             if not any(over):
                 break
-            if result.step_seconds >= give_up_seconds:
-                return result
             for stage, is_over in enumerate(over):
                 if is_over:
                     too_low[stage] = prices[stage]
