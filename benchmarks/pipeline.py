@@ -1,6 +1,6 @@
 """What does a pipeline cost beyond the work of its executables, and is it predicted as the clock says?
 
-    python -m benchmarks.pipeline [--rounds 5] [--profile auto|measure|none|FILE]
+    python -m benchmarks.pipeline [--rounds 9] [--profile auto|measure|none|FILE]
 
 Two virtual devices, one thread for each product as far as XLA can be told so; yet it runs kernels that do not depend on
 each other on all cores (and jax 0.12 products as well), so an executable is timed twice: ``alone``, and ``beside`` the
@@ -441,7 +441,7 @@ def _ms(seconds: float) -> str:
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--profile", default="auto", help="auto (measure if there is none), measure, none, or a file")
     parser.add_argument("--only", choices=("overhead", "plans"), help="one of the tables")
     arguments = parser.parse_args()
