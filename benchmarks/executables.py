@@ -24,12 +24,13 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.pipeline import (  # sets the devices, before JAX is there
+    APART,
     Builder,
     Built,
-    Point,
     Subject,
     points,
     residual_blocks,
+    typical,
 )
 
 # isort: split
@@ -64,11 +65,11 @@ class Row:
         return self.cost.seconds / self.measured_seconds
 
 
-def rows(built: Built, point: Point, cluster: Cluster, calls: int) -> Iterator[Row]:
+def rows(built: Built, cluster: Cluster, calls: int) -> Iterator[Row]:
     """The executables of a plan."""
     for (stage, part, segment), executable in built.executor.executables.items():
-        call = Subject(executable).timed(calls)
-        share = cluster.num_devices / len(point.devices[stage]) / machine_cores()
+        call = typical(Subject(executable).timed, calls)
+        share = cluster.num_devices / len(APART[stage]) / machine_cores()
         cost = built.found.costs[stage].executables[part, segment]
         yield Row((stage, part, segment), cost, call.processor_seconds * share)
 
@@ -130,9 +131,9 @@ def main() -> None:
     known: dict[Hashable, list[Row]] = {}
     for point in points():
         built = builder.build(point)
-        same = (point.blocks, point.count, point.devices)  # schedules share executables
+        same = (point.blocks, point.count)  # schedules share executables
         if same not in known:
-            known[same] = list(rows(built, point, cluster, arguments.calls))
+            known[same] = list(rows(built, cluster, arguments.calls))
             console.print(table(str(point), known[same]))
             for row in known[same]:
                 by_part.setdefault(row.key[1].value, []).append(abs(math.log(row.ratio)))

@@ -223,6 +223,12 @@ def _once(call: Callable[[Any], Any], given: Any) -> Call:
     return Call(time.perf_counter() - started, returned - started, time.process_time() - worked)
 
 
+def typical(once: Callable[[], Call], calls: int) -> Call:
+    """The median of so many calls, after one that warms up."""
+    once()
+    return _median([once() for _ in range(calls)])
+
+
 def _median(calls: Sequence[Call]) -> Call:
     return Call(*map(statistics.median, zip(*map(astuple, calls), strict=True)))
 
@@ -236,8 +242,7 @@ def moved(built: Built) -> Iterator[tuple[int, Call]]:
     for number, transfer in built.found.transfers.items():
         mover = Mover(transfer, jax.devices())
         array = jax.ShapeDtypeStruct(transfer.shape, jnp.float32, sharding=mover.source_sharding)
-        calls = [_once(mover, _zeros(array)) for _ in range(CALLS + 1)]
-        yield number, _median(calls[1:])  # the first call warms up
+        yield number, typical(lambda mover=mover, array=array: _once(mover, _zeros(array)), CALLS)
 
 
 # ------------------------------------------------------------------------------------------------------------ overhead
