@@ -51,6 +51,11 @@ def lower_bound(model: Model, *, enough: float = np.inf) -> Bound:
     return Bound(reached[-1], messages.regrets)
 
 
+def likeliest(regrets: np.ndarray, count: int) -> np.ndarray:
+    """The options of least regret of a node, ascending."""
+    return np.sort(np.argsort(regrets, kind="stable")[:count])
+
+
 class Messages:
     """Owns the messages of a model, whose infinities are made large numbers."""
 

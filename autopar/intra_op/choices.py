@@ -28,6 +28,7 @@ from autopar.cost_model.roofline import operator_seconds
 from autopar.errors import PlanError
 from autopar.graph.ir import FactorKind, Rule
 from autopar.intra_op.alike import ClassEdge, Quotient
+from autopar.intra_op.model import narrowed_costs
 from autopar.intra_op.problem import End, OperatorNode, Port, Problem, ValueNode
 from autopar.plan import Axes, Layout, Strategy
 from autopar.schedule.reshard import dividing, layouts_of, local_shape, replicated, shares
@@ -67,10 +68,8 @@ class Choices:
 
     def narrowed(self, kept: Sequence[np.ndarray]) -> Choices:
         """The same choices with only some options (positions, ascending) of every class."""
-        pairs = {(i, j): costs[np.ix_(kept[i], kept[j])] for (i, j), costs in self.edge_seconds.items()}
         options: list[Any] = [[one[k] for k in left] for one, left in zip(self.options, kept, strict=True)]
-        seconds = [one[left] for one, left in zip(self.node_seconds, kept, strict=True)]
-        return Choices(self.mesh, options, seconds, pairs)
+        return Choices(self.mesh, options, *narrowed_costs(self.node_seconds, self.edge_seconds, kept))
 
 
 def choices_on(

@@ -71,16 +71,24 @@ def solve(model: Model, *, time_limit_seconds: float = 60.0, backend: Backend | 
     When the time is up the best solution found is returned with its proven bound; if none was found, raises
     :class:`~autopar.errors.PlanError`.
     """
+
+    def narrow(core: Model) -> Solution | None:
+        return _solve_core(core, time_limit_seconds, backend or default_backend())
+
+    def any_core(core: Model) -> Solution | None:
+        return solve_wide(core, lambda part: _by_reduction(part, narrow)) if is_wide(core) else narrow(core)
+
+    return _by_reduction(model, any_core)
+
+
+def _by_reduction(model: Model, solve_core: Callable[[Model], Solution | None]) -> Solution | None:
+    """The best solution, from one of what the exact reductions leave."""
     reduced = reduce_model(model)
     if not reduced.core:
         options = reduced.lift(())
         cost = model.cost(options)
         return Solution(options, cost, cost) if np.isfinite(cost) and model.fits(options) else None
-
-    def solve_core(part: Model) -> Solution | None:
-        return _solve_core(part, time_limit_seconds, backend or default_backend())
-
-    core = solve_wide(reduced.model, solve_core) if is_wide(reduced.model) else solve_core(reduced.model)
+    core = solve_core(reduced.model)
     if core is None:
         return None
     options = reduced.lift(core.options)

@@ -11,7 +11,7 @@ Forbidden pairs cost ∞.  Without memory rows this is MAP inference in a pairwi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -55,6 +55,16 @@ class Model:
         """Variables of the integer program: one per option and one per allowed pair."""
         pairs = sum(int(np.isfinite(matrix).sum()) for matrix in self.edges.values())
         return sum(len(costs) for costs in self.nodes) + pairs
+
+
+def narrowed_costs(
+    nodes: Sequence[np.ndarray], edges: Mapping[Pair, np.ndarray], kept: Sequence[np.ndarray]
+) -> tuple[list[np.ndarray], dict[Pair, np.ndarray]]:
+    """The costs of a model with only some options (positions, ascending) of every node."""
+    return (
+        [costs[left] for costs, left in zip(nodes, kept, strict=True)],
+        {(i, j): matrix[np.ix_(kept[i], kept[j])] for (i, j), matrix in edges.items()},
+    )
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from autopar.errors import BudgetError, PlanError
 from autopar.graph.ir import Graph
 from autopar.graph.moments import critical_moments
 from autopar.intra_op.alike import Quotient, merge_alike
-from autopar.intra_op.bound import Bound, lower_bound
+from autopar.intra_op.bound import Bound, likeliest, lower_bound
 from autopar.intra_op.choices import Choices, choices_on
 from autopar.intra_op.extract import stage_of
 from autopar.intra_op.ilp import solve
@@ -232,7 +232,7 @@ def narrowed(on_mesh: OnMesh, bound: Bound, *, lean: bool) -> OnMesh:
 
 def _worth_a_look(on_mesh: OnMesh, bound: Bound, *, lean: bool) -> list[np.ndarray]:
     """For each class the options of least regret; with ``lean`` also the best of those that hold the fewest bytes."""
-    kept = [np.sort(np.argsort(regrets, kind="stable")[:KEPT_OPTIONS]) for regrets in bound.regrets]
+    kept = [likeliest(regrets, KEPT_OPTIONS) for regrets in bound.regrets]
     if lean:
         for number, regrets in enumerate(bound.regrets):
             held = _fractions(on_mesh.problem, on_mesh.quotient, on_mesh.choices, number)

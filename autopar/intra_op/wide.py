@@ -17,9 +17,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from autopar.intra_op.bound import Messages
-from autopar.intra_op.model import Model, Solution
-from autopar.intra_op.reduce import reduce_model
+from autopar.intra_op.bound import Messages, likeliest
+from autopar.intra_op.model import Model, Solution, narrowed_costs
 
 WIDE_VARIABLES = 10_000
 """From here on the relaxation takes seconds, up to minutes; messages take tenths of a second."""
@@ -94,7 +93,7 @@ class _Passing:
         return Solution(self._best.options, self._best.cost, min(self._bound, self._best.cost))
 
     def least_regret(self, count: int) -> list[np.ndarray]:
-        return [np.sort(np.argsort(regrets, kind="stable")[:count]) for regrets in self._messages.regrets]
+        return [likeliest(regrets, count) for regrets in self._messages.regrets]
 
     def possible(self) -> list[np.ndarray]:
         return [np.flatnonzero(possible) for possible in self._possible]
@@ -102,17 +101,8 @@ class _Passing:
 
 def _solve_part(model: Model, kept: Sequence[np.ndarray], solve: Solver) -> Solution | None:
     """The best solution that takes none but the kept options, in the numbering of the whole model."""
-    part = Model(
-        [costs[left] for costs, left in zip(model.nodes, kept, strict=True)],
-        {(i, j): matrix[np.ix_(kept[i], kept[j])] for (i, j), matrix in model.edges.items()},
-    )
-    reduced = reduce_model(part)
-    core = solve(reduced.model) if reduced.core else Solution((), 0.0, 0.0)
-    if core is None:
+    part = solve(Model(*narrowed_costs(model.nodes, model.edges, kept)))
+    if part is None or not np.isfinite(part.cost):
         return None
-    chosen = reduced.lift(core.options)
-    cost = part.cost(chosen)
-    if not np.isfinite(cost):
-        return None
-    options = tuple(int(left[option]) for left, option in zip(kept, chosen, strict=True))
-    return Solution(options, cost, cost - (core.cost - core.bound))
+    options = tuple(int(left[option]) for left, option in zip(kept, part.options, strict=True))
+    return Solution(options, part.cost, part.bound)
