@@ -3,25 +3,29 @@
 from autopar.api import Parallelized, parallelize
 from autopar.cluster import Cluster
 from autopar.compiled import Compiled
-from autopar.errors import AutoparError, ClusterError, PlanError, TraceError
+from autopar.errors import AutoparError, ClusterError, PlanError, TraceError, WorkerError
 from autopar.explain import Explanation, explain
 from autopar.explain.verification import Verification
 from autopar.plan import Plan
+from autopar.runtime.distributed_array import DistributedArray
 from autopar.verify import verify_plan
+from autopar.version import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "AutoparError",
     "Cluster",
     "ClusterError",
     "Compiled",
+    "DistributedArray",
     "Explanation",
     "Parallelized",
     "Plan",
     "PlanError",
     "TraceError",
     "Verification",
+    "WorkerError",
     "explain",
     "parallelize",
     "verify_plan",

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
-from jax._src import debugging, source_info_util
+from jax._src import debugging, distributed, source_info_util
 from jax._src import mesh as jax_mesh
 from jax.experimental import topologies
 from jax.interpreters import partial_eval
@@ -31,6 +31,10 @@ Jaxpr = jex.Jaxpr
 ClosedJaxpr = jex.ClosedJaxpr
 JaxprEqn = jex.JaxprEqn
 Tracer = jax.core.Tracer
+
+HEARTBEAT_SECONDS = 10
+"""After so long without a sign of life a process of a world counts as dead."""
+JOINING_SECONDS = 60
 
 _ONE_CLASS: bool = id(ClosedJaxpr) == id(Jaxpr)
 
@@ -303,6 +307,11 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype)
 
 
+def key_impl_name(dtype: str) -> str:
+    """The name of the implementation of typed keys, for ``jax.random.wrap_key_data``, from the string of their dtype."""
+    return {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}[dtype]
+
+
 def item_bytes(dtype: Any) -> int:
     """Bytes of one element; of a typed key, those of the integers that it stands for."""
     return int(dtype.itemsize)
@@ -313,6 +322,8 @@ def aval_of(value: Any) -> Any:
 
     Raises ``TypeError`` for what JAX does not take as an array.
     """
+    if not isinstance(value, jax.Array) and isinstance(known := getattr(value, "aval", None), jax.core.ShapedArray):
+        return known  # an array that lies in other processes
     if isinstance(value, jax.ShapeDtypeStruct):
         dtype = value.dtype if is_key_dtype(value.dtype) else jax.dtypes.canonicalize_dtype(value.dtype)
         return jax.typeof(jax.ShapeDtypeStruct(value.shape, dtype, weak_type=value.weak_type))
@@ -322,6 +333,42 @@ def aval_of(value: Any) -> Any:
 def is_weak(aval: Any) -> bool:
     """Whether the aval's dtype gives way to others (a Python scalar's)."""
     return bool(getattr(aval, "weak_type", False))
+
+
+# --------------------------------------------------------------------------------------------- worlds of processes
+
+
+def serve_coordinator(address: str, processes: int) -> Any:
+    """The service where so many processes meet, bound to that address and port; ``shutdown()`` ends it.
+
+    Public ``jax.distributed.initialize`` starts it in the first of the processes, with which it would die.
+    """
+    return distributed._jax.get_distributed_runtime_service(
+        address,
+        processes,
+        heartbeat_timeout=HEARTBEAT_SECONDS,
+        shutdown_timeout=HEARTBEAT_SECONDS,
+        recoverable=True,
+    )
+
+
+def join_world(address: str, processes: int, rank: int) -> None:
+    """Make this process one of a world whose coordinator is served elsewhere; before any backend starts.
+
+    Raises ``RuntimeError`` if it cannot be reached within :data:`JOINING_SECONDS`.
+    """
+    jax.config.update("jax_enable_recoverability", True)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    state = distributed.global_state
+    state.coordinator_address, state.num_processes, state.process_id = address, processes, rank
+    state.client = distributed._jax.get_distributed_runtime_client(
+        address,
+        rank,
+        init_timeout=JOINING_SECONDS,
+        use_compression=True,
+        heartbeat_timeout=HEARTBEAT_SECONDS,
+    )
+    state.client.connect()
 
 
 # ------------------------------------------------------------------------------------- devices that are not here

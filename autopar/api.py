@@ -28,6 +28,7 @@ from autopar.inter_op.terms import BatchCoupling, MicrobatchRng, Terms
 from autopar.intra_op.search import Found
 from autopar.intra_op.why import Question, Why, why
 from autopar.methods import HAND_MADE, Method, method_of
+from autopar.on_ray import pipeline_on_ray, step_on_ray
 from autopar.options import ArgumentNames, Options, checked_cluster, read_options
 from autopar.pipelines import assembled, loop_of
 from autopar.plan import Plan, Schedule
@@ -345,10 +346,17 @@ class Parallelized:
             if plan.is_pipeline:
                 progress.say("putting the pipeline together")
                 whole = self._assembled(subject, plan, cluster)
+                if cluster.runs_on is not None:
+                    remote = pipeline_on_ray(whole, subject, cluster, progress.say)
+                    return Compiled(subject, plan, whole.pipeline, remote)
                 stages = PipelineExecutor(whole.pipeline, whole.transfers, jax.devices(), progress.say)
                 return Compiled(subject, plan, whole.pipeline, stages)
             progress.say(f"compiling for mesh {plan.mesh}")
             program = lower(subject.graph, plan.stages[0], plan.out_layouts)
+            if cluster.runs_on is not None and target is None:
+                return Compiled(
+                    subject, plan, program, step_on_ray(program, subject.program, donated, cluster, progress.say)
+                )
             target = target or Target(tuple(jax.devices()))
             executor = Executor(program, subject.program.in_avals, donated, target.devices, target.options)
         return Compiled(subject, plan, program, executor)

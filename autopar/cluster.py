@@ -31,6 +31,7 @@ import msgspec
 from autopar.errors import ClusterError
 from autopar.files import Header, write_atomically
 from autopar.profile import Profile
+from autopar.ray_hosts import RayHosts
 
 _FILE_FORMAT = "autopar-cluster"
 _FILE_VERSION = 1
@@ -207,6 +208,8 @@ class Cluster:
     compute_shared_by: int = 1
     notes: str = field(default="", compare=False)
     profile: Profile | None = None
+    runs_on: RayHosts | None = field(default=None, repr=False)
+    """Where programs for this cluster run; None: in this process, if its devices are those."""
 
     def __post_init__(self) -> None:
         for count in ("hosts", "devices_per_host", "compute_shared_by"):
@@ -308,6 +311,41 @@ class Cluster:
         from autopar.cluster_presets import local_cluster
 
         return local_cluster(devices, profile)
+
+    @classmethod
+    def ray(
+        cls, address: str | None = "auto", *, hosts: int | None = None, devices_per_host: int | None = None
+    ) -> Cluster:
+        """The hosts of a Ray cluster: steps that are planned for it run there, one process per host of a mesh.
+
+        ``address`` is what ``ray.init`` takes: ``"auto"`` (the cluster of this machine), ``"ip:port"``, or ``"local"`` for a
+        new one on this machine.  ``hosts``: take so many; more than there are nodes makes each node count as several.
+        ``devices_per_host``: GPUs of each, all if left out; on nodes without GPUs virtual CPU devices, one if left out.
+        Links get assumed figures: ``.replace(network_link=Link(...))`` states better ones.  :meth:`close` ends it.
+
+        Raises ``ClusterError`` if there is no such cluster, or it is smaller.
+        """
+        from autopar.cluster_presets import ray_cluster
+        from autopar.ray_hosts import connect
+
+        for name, count in (("hosts", hosts), ("devices_per_host", devices_per_host)):
+            if count is not None:
+                _check_count(name, count)
+        return ray_cluster(connect(address, hosts, devices_per_host))
+
+    def on_ray(self, address: str | None = "auto") -> Cluster:
+        """This description, run on the hosts of a Ray cluster, of which it takes as many as it has.
+
+        Raises ``ClusterError`` if there are fewer.
+        """
+        from autopar.ray_hosts import connect
+
+        return dataclasses.replace(self, runs_on=connect(address, self.hosts, self.devices_per_host))
+
+    def close(self) -> None:
+        """Stop what was started on the hosts of a Ray cluster; a cluster in this process has nothing to stop."""
+        if self.runs_on is not None:
+            self.runs_on.close()
 
     @classmethod
     def preset(cls, name: str, hosts: int = 1) -> Cluster:

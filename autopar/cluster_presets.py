@@ -26,6 +26,7 @@ from autopar.cluster import Cluster, DeviceKind, Link, Platform
 from autopar.errors import ClusterError
 from autopar.profile import Profile
 from autopar.profile_file import find_profile
+from autopar.ray_hosts import RayHosts
 
 TERA = 1e12
 GIGA = 1e9
@@ -370,9 +371,34 @@ def _accelerator_cluster(kind: str, devices: Sequence[Any], hosts: int, this_pro
     )
 
 
-def _cpu_cluster(hosts: int, devices_per_host: int) -> Cluster:
-    """Virtual devices: all devices of a host share its cores, its memory and the bandwidth of it."""
-    cores = usable_cores()
+def ray_cluster(found: RayHosts) -> Cluster:
+    """The hosts of a Ray cluster as a cluster: GPUs by the preset of Ray's name of them, else virtual CPU devices.
+
+    Several hosts on one node share its cores and its memory.  Raises ``ClusterError`` for GPUs without figures.
+    """
+    first, hosts = found.nodes[0], len(found.nodes)
+    if not first.gpus:
+        per_node = max(Counter(node.node_id for node in found.nodes).values())
+        cores = max(1, int(min(node.cores for node in found.nodes)))
+        cluster = _cpu_cluster(hosts, found.devices_per_host, cores)
+        cluster = replace(cluster, name="ray cpu", compute_shared_by=found.devices_per_host * per_node)
+    else:
+        kinds = {preset.cluster.device.name.split("-")[0].lower(): preset for preset in PRESETS}
+        preset = kinds.get(first.accelerator.lower())
+        if preset is None:
+            raise ClusterError(
+                f"no figures for GPUs that Ray calls {first.accelerator!r} (known: {', '.join(sorted(kinds))}); start Ray with "
+                "--resources or describe the cluster in a file, and say Cluster.from_file(path).on_ray(address)"
+            )
+        cluster = preset.cluster.replace(
+            name=f"ray {preset.cluster.device.name}", hosts=hosts, devices_per_host=found.devices_per_host
+        )
+    return replace(cluster, runs_on=found)
+
+
+def _cpu_cluster(hosts: int, devices_per_host: int, cores: int | None = None) -> Cluster:
+    """Virtual devices: all devices of a host share its cores (None: those of this one), its memory and the bandwidth of it."""
+    cores = usable_cores() if cores is None else cores
     source = f"benchmarks/measure_local.py, figures per core × {cores} cores"
     device = DeviceKind(
         name="cpu",

@@ -11,8 +11,10 @@ from jax import tree_util
 
 from autopar.errors import PlanError, TraceError
 from autopar.plan import Plan
+from autopar.runtime.distributed_array import DistributedArray
 from autopar.runtime.executor import Executor
 from autopar.runtime.pipeline import PipelineExecutor
+from autopar.runtime.remote import RemoteExecutor
 from autopar.schedule.pipeline import Pipeline
 from autopar.schedule.spmd import SpmdProgram
 from autopar.subjects import Subjected
@@ -25,7 +27,11 @@ class Compiled:
     """One step compiled for one plan (what ``train_step.compile(...)`` returns); :meth:`run` takes its leaves."""
 
     def __init__(
-        self, subject: Subjected, plan: Plan, runs: SpmdProgram | Pipeline, executor: Executor | PipelineExecutor
+        self,
+        subject: Subjected,
+        plan: Plan,
+        runs: SpmdProgram | Pipeline,
+        executor: Executor | PipelineExecutor | RemoteExecutor,
     ) -> None:
         self.plan = plan
         self.runs = runs
@@ -69,7 +75,7 @@ class Compiled:
     def _refuse_without_value(self, leaves: list[Any]) -> None:
         """Shapes, and arrays whose buffers an earlier step took over; those handed to XLA:CPU would end the process."""
         for path, leaf in zip(self.subject.program.in_paths, leaves, strict=False):  # hidden inputs stand behind
-            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            if isinstance(leaf, jax.Array | DistributedArray) and leaf.is_deleted():
                 raise TraceError(
                     f"{path} was deleted: an earlier call took its memory over for the result (donation). Pass on the "
                     "state that the step returns, or keep the old one with parallelize(..., donate_argnums=())."

@@ -31,5 +31,9 @@ class TransportError(AutoparError):
     """A value did not come from another mesh."""
 
 
+class WorkerError(AutoparError):
+    """A process on another host died, hangs, or raised."""
+
+
 class InternalError(AutoparError):
     """A pass of this library broke a promise that the next one relies on; a bug to report, with the program at hand."""

@@ -19,6 +19,7 @@ from autopar.graph.roles import Role, Roles
 from autopar.graph.tracing import TracedProgram
 from autopar.inter_op.stages import subcluster
 from autopar.intra_op.initial import plan_initialiser
+from autopar.on_ray import fleet_of, step_on_ray
 from autopar.plan import Plan
 from autopar.runtime.executor import Executor
 from autopar.subjects import subject_of
@@ -26,7 +27,11 @@ from autopar.subjects import subject_of
 
 def born_sharded(traced: TracedProgram, plan: Plan, cluster: Cluster, stage_of: Mapping[int, int]) -> Any:
     """What an initialiser returns, leaf k in the layout of the plan's input k; ``stage_of`` names the stages of a pipeline."""
-    found: dict[int, jax.Array] = {}
+    if cluster.runs_on is not None:
+        fleet_of(cluster).worlds(
+            [_devices(plan, number) for number in range(len(plan.stages))], cluster.device.platform
+        )
+    found: dict[int, Any] = {}
     for number in range(len(plan.stages)):
         positions = [k for k in range(len(traced.out_avals)) if stage_of.get(k, 0) == number]
         if positions:
@@ -35,17 +40,21 @@ def born_sharded(traced: TracedProgram, plan: Plan, cluster: Cluster, stage_of: 
     return tree_util.tree_unflatten(traced.out_tree, [found[k] for k in sorted(found)])
 
 
-def _born_on(
-    traced: TracedProgram, positions: Sequence[int], plan: Plan, number: int, cluster: Cluster
-) -> list[jax.Array]:
-    stage = plan.stages[number]
-    numbers = stage.devices or tuple(range(plan.num_devices))
+def _born_on(traced: TracedProgram, positions: Sequence[int], plan: Plan, number: int, cluster: Cluster) -> list[Any]:
+    stage, numbers = plan.stages[number], _devices(plan, number)
     subject = subject_of(traced, Roles((Role.HIDDEN,) * len(traced.in_keys), (), None), cluster.device.platform.value)
     layouts = tuple(plan.in_layouts[k] for k in positions)
     program = plan_initialiser(subject.graph, stage.mesh, subcluster(cluster, numbers), layouts)
+    if cluster.runs_on is not None:
+        return step_on_ray(program, traced, frozenset(), cluster, devices=numbers)(list(traced.hidden))
     devices = jax.devices()
     here = [devices[k] for k in numbers] if max(numbers) < len(devices) else devices
     return Executor(program, traced.in_avals, frozenset(), here)(list(traced.hidden))
+
+
+def _devices(plan: Plan, number: int) -> tuple[int, ...]:
+    """The cluster's devices of a stage."""
+    return plan.stages[number].devices or tuple(range(plan.num_devices))
 
 
 def _only(traced: TracedProgram, positions: Sequence[int], *, with_effects: bool) -> TracedProgram:

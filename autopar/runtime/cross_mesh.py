@@ -23,7 +23,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import jax
@@ -37,6 +36,9 @@ from autopar.runtime.collectives import is_key
 from autopar.runtime.executor import device_mesh, partition_spec
 from autopar.schedule.cross_mesh import Box, CrossMeshTransfer, Placement, piece_box
 from autopar.schedule.reshard import local_shape
+
+Receiver = tuple[int, int]
+"""Position of a device on the target mesh, and the number of a cell of its landed piece."""
 
 
 def placed_mesh(placement: Placement, devices: Sequence[Any]) -> jax.sharding.Mesh:
@@ -53,7 +55,7 @@ def placed_mesh(placement: Placement, devices: Sequence[Any]) -> jax.sharding.Me
 
 
 @dataclass(frozen=True)
-class _Route:
+class Route:
     """Which cells go where; devices are positions on their meshes, a slot is the number of a cell on a device.
 
     ``first`` and ``relays`` hold (position and slot of the sender, position and slot of the receiver); a relay's sender is a
@@ -69,8 +71,11 @@ class _Route:
     """How many cells make a landed piece, in every dimension."""
 
 
-def _route(transfer: CrossMeshTransfer) -> _Route:
+def route_of(transfer: CrossMeshTransfer) -> Route:
+    """The way of every cell of a transfer; of an array without elements there are none."""
     shape, cell_shape = transfer.shape, transfer.tile_shape
+    if not transfer.tiles:
+        return Route((), (), (), True, ())
     source, landed = transfer.source, transfer.landed
     from_place = {device: place for place, device in enumerate(source.devices)}
     to_place = {device: place for place, device in enumerate(landed.devices)}
@@ -92,7 +97,7 @@ def _route(transfer: CrossMeshTransfer) -> _Route:
     for own in starts:
         own += [(0,) * len(shape)] * (most - len(own))
     is_whole = local_shape(shape, source.layout, source.mesh) == cell_shape
-    return _Route(tuple(first), tuple(relays), tuple(map(tuple, starts)), is_whole, grid)
+    return Route(tuple(first), tuple(relays), tuple(map(tuple, starts)), is_whole, grid)
 
 
 def _is_one_to_one(transfer: CrossMeshTransfer) -> bool:
@@ -118,13 +123,6 @@ def _slot(box: Box, piece: Box, cell_shape: tuple[int, ...], grid: tuple[int, ..
     return number
 
 
-class _Part(Enum):
-    """The two programs of a transfer."""
-
-    CUT = "cut"
-    JOIN = "join"
-
-
 @dataclass(frozen=True)
 class Sent:
     """An array on its way: already ``whole`` on the target mesh, or in ``cells`` by the position and slot of receivers.
@@ -135,7 +133,95 @@ class Sent:
     shape: tuple[int, ...]
     key_impl: Any
     whole: jax.Array | None
-    cells: Mapping[tuple[int, int], jax.Array] = field(default_factory=dict)
+    cells: Mapping[Receiver, jax.Array] = field(default_factory=dict)
+
+
+class _Programs:
+    """Owns what was compiled for one end of a transfer, a program for each dtype and shape; may be asked by several threads."""
+
+    def __init__(self, mesh: jax.sharding.Mesh) -> None:
+        self._mesh = mesh
+        self._compiled: dict[tuple[Any, tuple[int, ...]], Callable[..., Any]] = {}
+        self._lock = threading.Lock()
+
+    def get(
+        self, local: Callable[..., Any], operands: Sequence[Any], in_spec: PartitionSpec, out_specs: Any
+    ) -> Callable[..., Any]:
+        """The compiled program of every device's part, made once for a dtype and shape."""
+        first = operands[0]
+        with self._lock:
+            if (found := self._compiled.get((first.dtype, first.shape))) is None:
+                in_specs = (in_spec,) * len(operands)
+                program = jax.shard_map(local, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+                wanted = [jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=one.sharding) for one in operands]
+                with jax.set_mesh(self._mesh):  # the one in scope may be the user's
+                    found = jax.jit(program).lower(*wanted).compile()
+                self._compiled[first.dtype, first.shape] = found
+        return found
+
+
+class Cutter:
+    """The sending end of a transfer: cuts an array on the source mesh into the cells that leave."""
+
+    def __init__(self, transfer: CrossMeshTransfer, route: Route, mesh: jax.sharding.Mesh) -> None:
+        self._transfer, self._route, self._mesh = transfer, route, mesh
+        self.sharding = NamedSharding(mesh, partition_spec(transfer.source.layout))
+        self._programs = _Programs(mesh)
+
+    def cells(self, array: jax.Array) -> dict[Receiver, jax.Array]:
+        """Every cell that leaves a device of this process, on that device, by where it goes."""
+        sent = [array] if self._route.is_whole else self._cut(array)
+        of_sender = [_by_position(one, self._mesh) for one in sent]
+        return {
+            to: of_sender[slot][position] for (position, slot), to in self._route.first if position in of_sender[slot]
+        }
+
+    def _cut(self, array: jax.Array) -> list[jax.Array]:
+        """Arrays over the source mesh, each with one cell of every device."""
+        cell = (*self._transfer.tile_shape, *array.shape[len(self._transfer.shape) :])
+        more = len(cell) - len(self._transfer.tile_shape)
+        table = np.array([[(*start, *(0,) * more) for start in own] for own in self._route.starts], dtype=np.int32)
+        axis_names = self._mesh.axis_names
+
+        def local(shard: jax.Array) -> tuple[jax.Array, ...]:
+            starts = jnp.asarray(table)[lax.axis_index(axis_names)]
+            return tuple(lax.dynamic_slice(shard, list(start), cell) for start in starts)
+
+        program = self._programs.get(local, [array], self.sharding.spec, (PartitionSpec(axis_names),) * table.shape[1])
+        return list(program(array))
+
+
+class Joiner:
+    """The receiving end of a transfer: makes the landed array of the cells that have come."""
+
+    def __init__(self, transfer: CrossMeshTransfer, route: Route, mesh: jax.sharding.Mesh) -> None:
+        self._route, self._mesh = route, mesh
+        self.sharding = NamedSharding(mesh, partition_spec(transfer.landing))
+        self._programs = _Programs(mesh)
+        own = jax.process_index()
+        self.positions = [place for place, device in enumerate(mesh.devices.flat) if device.process_index == own]
+        """Positions of the mesh that are devices of this process."""
+
+    def relay(self, cells: dict[Receiver, jax.Array]) -> None:
+        """Add the cells that devices of this process pass on to each other."""
+        devices, own = list(self._mesh.devices.flat), set(self.positions)
+        _put({to: cells[origin] for origin, to in self._route.relays if to[0] in own}, cells, devices)
+
+    def join(self, cells: Mapping[Receiver, jax.Array], shape: tuple[int, ...]) -> jax.Array:
+        """The landed array of that shape, from the cells of every device of this process."""
+        grid, mesh = self._route.grid, self._mesh
+        count = int(np.prod(grid, dtype=int))
+        rows = [[cells[position, slot] for position in self.positions] for slot in range(count)]
+        if count == 1:
+            return jax.make_array_from_single_device_arrays(shape, self.sharding, rows[0])
+        spec = PartitionSpec(mesh.axis_names)
+        cell = rows[0][0].shape
+        whole = (cell[0] * mesh.size, *cell[1:])
+        operands = [jax.make_array_from_single_device_arrays(whole, NamedSharding(mesh, spec), row) for row in rows]
+        program = self._programs.get(
+            lambda *parts: _concatenated(list(parts), grid), operands, spec, self.sharding.spec
+        )
+        return program(*operands)
 
 
 class Mover:
@@ -145,15 +231,13 @@ class Mover:
     """
 
     def __init__(self, transfer: CrossMeshTransfer, devices: Sequence[Any]) -> None:
-        self._source_mesh = placed_mesh(transfer.source, devices)
-        self._target_mesh = placed_mesh(transfer.target, devices)
-        self.source_sharding = NamedSharding(self._source_mesh, partition_spec(transfer.source.layout))
-        self.landing_sharding = NamedSharding(self._target_mesh, partition_spec(transfer.landing))
+        source_mesh, self._target_mesh = placed_mesh(transfer.source, devices), placed_mesh(transfer.target, devices)
         self._transfer = transfer
-        self._route = _route(transfer) if transfer.tiles else None
+        self._route = route_of(transfer)
+        self._cutter = Cutter(transfer, self._route, source_mesh)
+        self._joiner = Joiner(transfer, self._route, self._target_mesh)
+        self.source_sharding, self.landing_sharding = self._cutter.sharding, self._joiner.sharding
         self._is_one_to_one = _is_one_to_one(transfer)
-        self._compiled: dict[tuple[_Part, Any, tuple[int, ...]], Callable[..., Any]] = {}
-        self._lock = threading.Lock()
 
     def __call__(self, array: jax.Array) -> jax.Array:
         """:meth:`send`, then :meth:`land`: where one thread drives both meshes."""
@@ -164,12 +248,7 @@ class Mover:
 
         Raises ``InternalError`` for an array of another shape or another sharding than the transfer's source.
         """
-        expected = self._transfer.shape
-        if array.shape != expected or not array.sharding.is_equivalent_to(self.source_sharding, array.ndim):
-            raise InternalError(
-                f"an array of shape {array.shape} lies as {array.sharding}, but its transfer begins with shape {expected} "
-                f"and {self.source_sharding}; report this with the program"
-            )
+        check_departure(self._transfer, self.source_sharding, array)
         with jax.disable_jit(False):
             if not is_key(array):
                 return self._send(array, None)
@@ -178,89 +257,41 @@ class Mover:
     def land(self, sent: Sent) -> jax.Array:
         """The array in its landing layout on the target mesh, whose thread must call this."""
         with jax.disable_jit(False):
-            whole = self._join(sent) if sent.whole is None else sent.whole
+            whole = self._joiner.join(sent.cells, sent.shape) if sent.whole is None else sent.whole
             return whole if sent.key_impl is None else jax.random.wrap_key_data(whole, impl=sent.key_impl)
 
     def _send(self, array: jax.Array, key_impl: Any) -> Sent:
-        if (route := self._route) is None:
+        if not self._transfer.tiles:
             return Sent(
                 array.shape, key_impl, jax.device_put(np.zeros(array.shape, array.dtype), self.landing_sharding)
             )
         if self._is_one_to_one:
             return Sent(array.shape, key_impl, jax.device_put(array, self.landing_sharding))
-        sent = [array] if route.is_whole else self._cut(array)
-        target_devices = list(self._target_mesh.devices.flat)
-        of_sender = [_by_position(one, self._source_mesh) for one in sent]
-        cells: dict[tuple[int, int], jax.Array] = {}
-        _put(
-            {to: of_sender[slot][position] for (position, slot), to in route.first},
-            cells,
-            target_devices,
-            may_alias=False if route.is_whole else None,
-        )
-        _put({to: cells[origin] for origin, to in route.relays}, cells, target_devices)
+        cells: dict[Receiver, jax.Array] = {}
+        may_alias = False if self._route.is_whole else None
+        _put(self._cutter.cells(array), cells, list(self._target_mesh.devices.flat), may_alias=may_alias)
+        self._joiner.relay(cells)
         return Sent(array.shape, key_impl, None, cells)
 
-    def _cut(self, array: jax.Array) -> list[jax.Array]:
-        """Arrays over the source mesh, each with one cell of every device."""
-        assert self._route is not None
-        route, cell = self._route, (*self._transfer.tile_shape, *array.shape[len(self._transfer.shape) :])
-        more = len(cell) - len(self._transfer.tile_shape)
-        table = np.array([[(*start, *(0,) * more) for start in own] for own in route.starts], dtype=np.int32)
-        mesh = self._source_mesh
 
-        def local(shard: jax.Array) -> tuple[jax.Array, ...]:
-            starts = jnp.asarray(table)[lax.axis_index(mesh.axis_names)]
-            return tuple(lax.dynamic_slice(shard, list(start), cell) for start in starts)
-
-        spec, count = PartitionSpec(mesh.axis_names), table.shape[1]
-        program = self._program(_Part.CUT, local, [array], self.source_sharding.spec, (spec,) * count)
-        return list(program(array))
-
-    def _join(self, sent: Sent) -> jax.Array:
-        """The landed array, from the cells of every device."""
-        assert self._route is not None
-        cells = sent.cells
-        grid, mesh = self._route.grid, self._target_mesh
-        count = int(np.prod(grid, dtype=int))
-        rows = [[cells[position, slot] for position in range(mesh.size)] for slot in range(count)]
-        if count == 1:
-            return jax.make_array_from_single_device_arrays(sent.shape, self.landing_sharding, rows[0])
-        spec = PartitionSpec(mesh.axis_names)
-        cell = rows[0][0].shape
-        shape = (cell[0] * mesh.size, *cell[1:])
-        operands = [jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, spec), row) for row in rows]
-        program = self._program(
-            _Part.JOIN, lambda *parts: _concatenated(list(parts), grid), operands, spec, self.landing_sharding.spec
+def check_departure(transfer: CrossMeshTransfer, expected: NamedSharding, array: jax.Array) -> None:
+    """Refuse an array of another shape or another sharding than the transfer's source; raises ``InternalError``."""
+    if array.shape != transfer.shape or not array.sharding.is_equivalent_to(expected, array.ndim):
+        raise InternalError(
+            f"an array of shape {array.shape} lies as {array.sharding}, but its transfer begins with shape "
+            f"{transfer.shape} and {expected}; report this with the program"
         )
-        return program(*operands)
-
-    def _program(
-        self, part: _Part, local: Callable[..., Any], operands: Sequence[Any], in_spec: PartitionSpec, out_specs: Any
-    ) -> Callable[..., Any]:
-        """The compiled program of every device's part, made once for a dtype and shape."""
-        first = operands[0]
-        mesh = self._source_mesh if part is _Part.CUT else self._target_mesh
-        with self._lock:
-            if (found := self._compiled.get((part, first.dtype, first.shape))) is None:
-                in_specs = (in_spec,) * len(operands)
-                program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-                wanted = [jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=one.sharding) for one in operands]
-                with jax.set_mesh(mesh):  # the one in scope may be the user's
-                    found = jax.jit(program).lower(*wanted).compile()
-                self._compiled[part, first.dtype, first.shape] = found
-        return found
 
 
-def _by_position(array: jax.Array, mesh: jax.sharding.Mesh) -> list[jax.Array]:
-    """The shards of an array in the order of a mesh."""
+def _by_position(array: jax.Array, mesh: jax.sharding.Mesh) -> dict[int, jax.Array]:
+    """The shards of an array that are in this process, by their position on a mesh."""
     shards = {shard.device: shard.data for shard in array.addressable_shards}
-    return [shards[device] for device in mesh.devices.flat]
+    return {place: shards[device] for place, device in enumerate(mesh.devices.flat) if device in shards}
 
 
 def _put(
-    sent: dict[tuple[int, int], jax.Array],
-    cells: dict[tuple[int, int], jax.Array],
+    sent: dict[Receiver, jax.Array],
+    cells: dict[Receiver, jax.Array],
     target_devices: list[Any],
     *,
     may_alias: bool | None = None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -41,6 +42,37 @@ def partition_spec(layout: Layout) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
+@dataclass(frozen=True)
+class JittedStep:
+    """A whole step as a function of ``jax.jit`` over a mesh, which may be an abstract one."""
+
+    function: Any
+    in_layouts: tuple[Layout, ...]
+    out_layouts: tuple[Layout, ...]
+
+
+def jitted_step(program: SpmdProgram, mesh: Any, donated: frozenset[int]) -> JittedStep:
+    """The function of a step's flat leaves, which are laid out as the program says."""
+    in_layouts = tuple(buffer.layout for buffer in program.inputs)
+    out_layouts = tuple(Layout(()) if buffer is None else buffer.layout for buffer in program.outputs)
+    specs, out_specs = tuple(map(partition_spec, in_layouts)), tuple(map(partition_spec, out_layouts))
+    local = jax.shard_map(
+        lambda *arguments: tuple(interpret(program, arguments)),
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=out_specs,
+        check_vma=False,
+    )
+    jitted = jax.jit(
+        local,
+        in_shardings=tuple(NamedSharding(mesh, spec) for spec in specs),
+        out_shardings=tuple(NamedSharding(mesh, spec) for spec in out_specs),
+        donate_argnums=tuple(sorted(donated)),
+        keep_unused=True,
+    )
+    return JittedStep(jitted, in_layouts, out_layouts)
+
+
 class Executor:
     """Owns one executable, and remembers how long its steps took.
 
@@ -57,26 +89,9 @@ class Executor:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         mesh = device_mesh(program.mesh, devices)
-        specs = tuple(partition_spec(buffer.layout) for buffer in program.inputs)
-        out_specs = tuple(
-            PartitionSpec() if buffer is None else partition_spec(buffer.layout) for buffer in program.outputs
-        )
-        self.in_shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
-        self.out_shardings = tuple(NamedSharding(mesh, spec) for spec in out_specs)
-        local = jax.shard_map(
-            lambda *arguments: tuple(interpret(program, arguments)),
-            mesh=mesh,
-            in_specs=specs,
-            out_specs=out_specs,
-            check_vma=False,
-        )
-        jitted = jax.jit(
-            local,
-            in_shardings=self.in_shardings,
-            out_shardings=self.out_shardings,
-            donate_argnums=tuple(sorted(donated)),
-            keep_unused=True,
-        )
+        step = jitted_step(program, mesh, donated)
+        self.in_shardings = tuple(NamedSharding(mesh, partition_spec(layout)) for layout in step.in_layouts)
+        self.out_shardings = tuple(NamedSharding(mesh, partition_spec(layout)) for layout in step.out_layouts)
         shapes = [
             jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
             for aval, sharding in zip(avals, self.in_shardings, strict=True)
@@ -86,7 +101,9 @@ class Executor:
             jax.disable_jit(False),
             jax.set_mesh(mesh),
         ):  # shard_map refuses a mesh other than the one in scope, which may be the user's
-            self._compiled = jitted.lower(*shapes).compile(compiler_options=None if options is None else dict(options))
+            self._compiled = step.function.lower(*shapes).compile(
+                compiler_options=None if options is None else dict(options)
+            )
         self.compile_seconds = time.monotonic() - started
         self._donated = donated
         self._dtypes = [aval.dtype for aval in avals]

@@ -21,53 +21,13 @@ from autopar import _compat
 from autopar.errors import TransportError
 from autopar.graph.build import avals_of
 from autopar.plan import Layout
-from autopar.runtime.collectives import apply_moves
 from autopar.runtime.cross_mesh import placed_mesh
-from autopar.runtime.executor import partition_spec
+from autopar.runtime.interpreter import Interpreter, Key, finisher
 from autopar.runtime.stage_executable import StageExecutable, stored_sharding
-from autopar.runtime.transport import InProcessTransport, Message, Transport
+from autopar.runtime.transport import InProcessTransport
 from autopar.schedule.cross_mesh import CrossMeshTransfer, Placement
-from autopar.schedule.instructions import Free, Instruction, Part, Receive, Run, Send, Slot
+from autopar.schedule.instructions import Instruction, Slot
 from autopar.schedule.pipeline import Pipeline
-
-Key = tuple[int, Part, int]
-"""Stage, part and segment of an executable."""
-
-
-class Interpreter:
-    """Carries out the list of one mesh; owns the arrays in its slots."""
-
-    def __init__(
-        self,
-        executables: Mapping[Key, StageExecutable],
-        transport: Transport,
-        finish: Mapping[int, Callable[[jax.Array], jax.Array]],
-    ) -> None:
-        """``finish`` makes, of what a transfer lands, what its readers want, where these differ."""
-        self._executables = executables
-        self._transport = transport
-        self._finish = finish
-
-    def run(self, instructions: Sequence[Instruction], arrays: dict[Slot, jax.Array]) -> dict[Slot, jax.Array]:
-        """What is left in the slots when all instructions are carried out (dispatched, that is)."""
-        for instruction in instructions:
-            match instruction:
-                case Run(task, inputs, outputs, donated):
-                    executable = self._executables[task.stage, task.part, task.segment]
-                    results = executable([arrays[slot] for slot in inputs])
-                    for position in donated:
-                        del arrays[inputs[position]]
-                    arrays.update(zip(outputs, results, strict=True))
-                case Send(transfer, microbatch, source):
-                    self._transport.send(Message(transfer, microbatch), arrays[source])
-                case Receive(transfer, microbatch, target):
-                    array = self._transport.receive(Message(transfer, microbatch))
-                    finish = self._finish.get(transfer)
-                    arrays[target] = array if finish is None else finish(array)
-                case Free(slots):
-                    for slot in slots:
-                        del arrays[slot]
-        return arrays
 
 
 @dataclass(frozen=True)
@@ -111,7 +71,7 @@ class PipelineExecutor:
         self.executables = self._compile(report_progress)
         self._transport = InProcessTransport(transfers, devices)
         finish = {
-            number: _finisher(transfer, self._meshes[pipeline.crossings[number].target])
+            number: finisher(transfer, self._meshes[pipeline.crossings[number].target])
             for number, transfer in transfers.items()
             if transfer.moves
         }
@@ -249,15 +209,3 @@ class PipelineExecutor:
     def memory_analysis(self) -> dict[Key, Any]:
         """XLA's own account of bytes on one device, for each executable."""
         return {key: one.memory_analysis() for key, one in self.executables.items()}
-
-
-def _finisher(transfer: CrossMeshTransfer, mesh: jax.sharding.Mesh) -> Callable[[jax.Array], jax.Array]:
-    """What brings a landed array into the layout that its readers want."""
-    local = jax.shard_map(
-        lambda piece: apply_moves(piece, transfer.moves, transfer.target.mesh),
-        mesh=mesh,
-        in_specs=partition_spec(transfer.landing),
-        out_specs=partition_spec(transfer.target.layout),
-        check_vma=False,
-    )
-    return jax.jit(local)

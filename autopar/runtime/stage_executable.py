@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,9 +28,9 @@ from autopar.schedule.slices import Executable, Result
 from autopar.schedule.spmd import Buffer
 
 
-def stored_sharding(layout: Layout, mesh: jax.sharding.Mesh) -> NamedSharding:
-    """How an array in a layout is stored between executables."""
-    return NamedSharding(mesh, _stored_spec(layout))
+def stored_sharding(layout: Layout, mesh: Any) -> NamedSharding:
+    """How an array in a layout is stored between executables; the mesh may be an abstract one."""
+    return NamedSharding(mesh, stored_spec(layout))
 
 
 def stored_shape(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[int, ...]:
@@ -36,9 +38,54 @@ def stored_shape(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[in
     return (mesh.axis_size(*layout.partial), *shape) if layout.partial else shape
 
 
-def _stored_spec(layout: Layout) -> PartitionSpec:
+def stored_spec(layout: Layout) -> PartitionSpec:
+    """The PartitionSpec of an array as it is stored between executables."""
     spec = partition_spec(layout)
     return PartitionSpec(layout.partial, *spec) if layout.partial else spec
+
+
+@dataclass(frozen=True)
+class JittedPart:
+    """One part of a stage as a function of ``jax.jit`` over a mesh, which may be an abstract one."""
+
+    function: Any
+    arguments: tuple[jax.ShapeDtypeStruct, ...]
+    """What a call is given, with shardings."""
+    in_layouts: tuple[Layout, ...]
+    out_layouts: tuple[Layout, ...]
+    donated: tuple[int, ...]
+    """Positions of arguments whose memory results take over."""
+
+
+def jitted_part(executable: Executable, mesh: Any, count: int, avals: Mapping[int, Any]) -> JittedPart:
+    """The function of a part; a stacked argument is ``count`` arguments, one per microbatch.
+
+    ``avals`` are the abstract arrays of the stage's values.
+    """
+    flat = [argument for argument in executable.arguments for _ in range(count if argument.is_stacked else 1)]
+    layouts = tuple(argument.place.buffer.layout for argument in flat)
+    out_layouts = tuple(result.place.buffer.layout for result in executable.results)
+    donated = _donated(executable, count)
+    local = jax.shard_map(
+        partial(_run_local, executable, count),
+        mesh=mesh,
+        in_specs=tuple(map(stored_spec, layouts)),
+        out_specs=tuple(map(stored_spec, out_layouts)),
+        check_vma=False,
+    )
+    jitted = jax.jit(
+        local,
+        in_shardings=tuple(stored_sharding(layout, mesh) for layout in layouts),
+        out_shardings=tuple(stored_sharding(layout, mesh) for layout in out_layouts),
+        donate_argnums=donated,
+        keep_unused=True,
+    )
+    arguments = []
+    for argument, layout in zip(flat, layouts, strict=True):
+        aval = avals[argument.place.buffer.value]
+        shape = stored_shape(aval.shape, layout, executable.program.mesh)
+        arguments.append(jax.ShapeDtypeStruct(shape, aval.dtype, sharding=stored_sharding(layout, mesh)))
+    return JittedPart(jitted, tuple(arguments), layouts, out_layouts, donated)
 
 
 class StageExecutable:
@@ -46,46 +93,13 @@ class StageExecutable:
 
     def __init__(self, executable: Executable, mesh: jax.sharding.Mesh, count: int, avals: Mapping[int, Any]) -> None:
         """``avals`` are the abstract arrays of the stage's values, ``count`` is the number of microbatches."""
-        program = executable.program
-        self._executable = executable
-        self._count = count
-        arguments = [argument for argument in executable.arguments for _ in range(count if argument.is_stacked else 1)]
-        layouts = [argument.place.buffer.layout for argument in arguments]
-        out_layouts = [result.place.buffer.layout for result in executable.results]
-        local = jax.shard_map(
-            self._local,
-            mesh=mesh,
-            in_specs=tuple(map(_stored_spec, layouts)),
-            out_specs=tuple(map(_stored_spec, out_layouts)),
-            check_vma=False,
-        )
-        jitted = jax.jit(
-            local,
-            in_shardings=tuple(stored_sharding(layout, mesh) for layout in layouts),
-            out_shardings=tuple(stored_sharding(layout, mesh) for layout in out_layouts),
-            donate_argnums=self.donated,
-            keep_unused=True,
-        )
-        self.arguments: list[jax.ShapeDtypeStruct] = []
-        """What a call is given, with shardings."""
-        for argument, layout in zip(arguments, layouts, strict=True):
-            aval = avals[argument.place.buffer.value]
-            shape = stored_shape(aval.shape, layout, program.mesh)
-            self.arguments.append(jax.ShapeDtypeStruct(shape, aval.dtype, sharding=stored_sharding(layout, mesh)))
+        part = jitted_part(executable, mesh, count, avals)
+        self.arguments = part.arguments
+        self.donated = part.donated
         started = time.monotonic()
         with jax.disable_jit(False), jax.set_mesh(mesh):
-            self._compiled = jitted.lower(*self.arguments).compile()
+            self._compiled = part.function.lower(*part.arguments).compile()
         self.compile_seconds = time.monotonic() - started
-
-    @property
-    def donated(self) -> tuple[int, ...]:
-        """Positions of flat arguments whose memory results take over."""
-        positions, position = [], 0
-        for number, argument in enumerate(self._executable.arguments):
-            if number in self._executable.donated:
-                positions.append(position)
-            position += self._count if argument.is_stacked else 1
-        return tuple(positions)
 
     def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """Run; a stacked argument is given as one array per microbatch."""
@@ -99,22 +113,33 @@ class StageExecutable:
         """XLA's own account of bytes on one device."""
         return self._compiled.memory_analysis()
 
-    def _local(self, *arrays: Any) -> tuple[Any, ...]:
-        executable, at_hand, rest = self._executable, {}, list(arrays)
-        for argument in executable.arguments:
-            number = self._count if argument.is_stacked else 1
-            own, rest = rest[:number], rest[number:]
-            if argument.place.buffer.layout.partial:
-                own = [array[0] for array in own]
-            at_hand[argument.buffer] = jnp.stack(own) if argument.is_stacked else own[0]
-        made = [result.buffer for result in executable.results if result.buffer is not None]
-        run_steps(executable.program, executable.steps, at_hand, made)
-        return tuple(self._stored(result, at_hand) for result in executable.results)
 
-    def _stored(self, result: Result, at_hand: Mapping[Buffer, Any]) -> Any:
-        array = (
-            jnp.asarray(result.literal.val, result.literal.aval.dtype)
-            if result.buffer is None
-            else at_hand[result.buffer]
-        )
-        return array[None] if result.place.buffer.layout.partial else array
+def _donated(executable: Executable, count: int) -> tuple[int, ...]:
+    """Positions of flat arguments whose memory results take over."""
+    positions, position = [], 0
+    for number, argument in enumerate(executable.arguments):
+        if number in executable.donated:
+            positions.append(position)
+        position += count if argument.is_stacked else 1
+    return tuple(positions)
+
+
+def _run_local(executable: Executable, count: int, *arrays: Any) -> tuple[Any, ...]:
+    """The part on the shards of one device."""
+    at_hand, rest = {}, list(arrays)
+    for argument in executable.arguments:
+        number = count if argument.is_stacked else 1
+        own, rest = rest[:number], rest[number:]
+        if argument.place.buffer.layout.partial:
+            own = [array[0] for array in own]
+        at_hand[argument.buffer] = jnp.stack(own) if argument.is_stacked else own[0]
+    made = [result.buffer for result in executable.results if result.buffer is not None]
+    run_steps(executable.program, executable.steps, at_hand, made)
+    return tuple(_left(result, at_hand) for result in executable.results)
+
+
+def _left(result: Result, at_hand: Mapping[Buffer, Any]) -> Any:
+    array = (
+        jnp.asarray(result.literal.val, result.literal.aval.dtype) if result.buffer is None else at_hand[result.buffer]
+    )
+    return array[None] if result.place.buffer.layout.partial else array

@@ -1,0 +1,189 @@
+"""An array that lies on the devices of other processes: what a step on a Ray cluster returns.
+
+It is a leaf of pytrees like a ``jax.Array`` and is handed to the next step without being moved.  Nothing is fetched until its
+value is asked for: by ``float()``, ``np.asarray``, ``jax.device_get``, or by an operation of JAX or NumPy on it.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from autopar import _compat
+from autopar.errors import TraceError
+from autopar.runtime.messages import Where
+
+
+class Holder(Protocol):
+    """The mesh on which an array lies."""
+
+    def check(self) -> None:
+        """Raise ``WorkerError`` if the mesh is lost."""
+
+    def fetch(self, array: DistributedArray) -> np.ndarray[Any, Any]:
+        """Its value; of typed keys, the words."""
+
+    def wait(self, array: DistributedArray) -> None:
+        """Return when it is there."""
+
+    def release(self, number: int) -> None:
+        """Nobody asks for the array of this number any more."""
+
+
+@dataclass(frozen=True)
+class _Gone:
+    why: str
+
+
+class DistributedArray:
+    """See the module docstring.  ``where`` says on which devices it lies, and cut how."""
+
+    __slots__ = ("__weakref__", "_finalizer", "_gone", "aval", "holder", "number", "where")
+    __array_priority__ = 100
+
+    def __init__(self, aval: Any, where: Where, holder: Holder, number: int) -> None:
+        self.aval = aval
+        self.where = where
+        self.holder = holder
+        self.number = number
+        self._gone: _Gone | None = None
+        self._finalizer = weakref.finalize(self, holder.release, number)
+        self._finalizer.atexit = False
+
+    # ---------------------------------------------------------------------------------------------- what it is like
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole array."""
+        return tuple(self.aval.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """Of its elements."""
+        return self.aval.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array, counted once."""
+        return self.size * int(self.dtype.itemsize)
+
+    @property
+    def weak_type(self) -> bool:
+        """Whether its dtype gives way to others, as in ``jax.Array``."""
+        return bool(self.aval.weak_type)
+
+    def __repr__(self) -> str:
+        devices = ", ".join(map(str, self.where.devices))
+        state = f", {self._gone.why}" if self._gone else ""
+        return f"DistributedArray({self.aval.str_short()}, {self.where.layout} on {self.where.mesh}, devices {devices}{state})"
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of an array without dimensions")
+        return self.shape[0]
+
+    # -------------------------------------------------------------------------------------------------- its lifetime
+
+    def is_deleted(self) -> bool:
+        """Whether a step took its memory over, or it was deleted, or its mesh is gone."""
+        return self._gone is not None
+
+    def delete(self) -> None:
+        """Give its memory back now."""
+        self.forget("deleted")
+        self._finalizer()
+
+    def forget(self, why: str) -> None:
+        """Mark it as gone; for those who know that it is."""
+        self._gone = self._gone or _Gone(why)
+
+    def block_until_ready(self) -> DistributedArray:
+        """Wait until it is computed."""
+        self._check()
+        self.holder.wait(self)
+        return self
+
+    def _check(self) -> None:
+        if self._gone is not None:
+            raise TraceError(
+                f"{self!r} has no value any more ({self._gone.why}). Pass on the state that the step returns, or keep the old "
+                "one with parallelize(..., donate_argnums=())."
+            )
+
+    # ----------------------------------------------------------------------------------------------------- its value
+
+    def _value(self) -> np.ndarray[Any, Any]:
+        self._check()
+        return self.holder.fetch(self)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        if jax.numpy.issubdtype(self.dtype, jax.dtypes.prng_key):
+            raise TypeError("typed PRNG keys have no NumPy value; ask for jax.random.key_data(jnp.asarray(key))")
+        value = self._value()
+        return value if dtype is None else value.astype(dtype)
+
+    def __jax_array__(self) -> jax.Array:
+        value = jax.numpy.asarray(self._value())
+        if jax.numpy.issubdtype(self.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(value, impl=_compat.key_impl_name(_compat.dtype_name(self.dtype)))
+        return value
+
+    def item(self) -> Any:
+        """The one element."""
+        return np.asarray(self).item()
+
+    def tolist(self) -> Any:
+        """Nested lists of Python numbers."""
+        return np.asarray(self).tolist()
+
+    def __float__(self) -> float:
+        return float(np.asarray(self))
+
+    def __int__(self) -> int:
+        return int(np.asarray(self))
+
+    def __bool__(self) -> bool:
+        return bool(np.asarray(self))
+
+    def __index__(self) -> int:
+        return int(np.asarray(self).__index__())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item() if spec and not self.shape else str(self) if self.shape else self.item(), spec)
+
+    def __getitem__(self, index: Any) -> np.ndarray[Any, Any]:
+        return np.asarray(self)[index]
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def apply(self: DistributedArray, *others: Any) -> Any:
+        return getattr(self.__jax_array__(), name)(
+            *(np.asarray(o) if isinstance(o, DistributedArray) else o for o in others)
+        )
+
+    apply.__name__ = name
+    return apply
+
+
+for _name in (
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg abs "
+    "lt le gt ge eq ne matmul rmatmul and rand or ror invert"
+).split():
+    setattr(DistributedArray, f"__{_name}__", _operator(f"__{_name}__"))
+DistributedArray.__hash__ = object.__hash__  # type: ignore[method-assign,assignment]

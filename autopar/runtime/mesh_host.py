@@ -1,0 +1,238 @@
+"""One process of one mesh: it owns arrays, compiled programs, and a place in its mesh's own JAX world.
+
+It is told what to do by a driver (:mod:`autopar.runtime.fleet`) and says nothing unasked.  Calls come one after the other; all
+processes of a mesh get the same calls in the same order, for each starts its part of programs that run on all of them.
+
+A step's calls return when everything is dispatched.  So that not too much is under way, a step waits first until the one
+:data:`AHEAD` before it is done; what went wrong there is raised then.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+AHEAD = 2
+"""So many steps may be dispatched and not yet done."""
+
+
+class MeshHost:
+    """See the module docstring.  JAX is imported when a world is joined, not before: its environment is set first."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._arrays: dict[int, Any] = {}
+        self._loaded: dict[str, Any] = {}
+        self._running: deque[tuple[int, float, list[Any]]] = deque()
+        self._finished: dict[int, float] = {}
+        self._step = -1
+        self._since: float | None = None
+
+    def __repr__(self) -> str:
+        return self._name  # Ray writes it before every line of this process's log
+
+    # ------------------------------------------------------------------------------------------------------ joining
+
+    def versions(self) -> Any:
+        """What this process runs."""
+        import jax
+
+        from autopar.runtime.messages import Versions
+        from autopar.version import VERSION
+
+        return Versions(VERSION, jax.__version__, platform.python_version())
+
+    def join(self, world: Any) -> None:
+        """Become a process of a world; returns when all its processes have."""
+        import jax
+
+        from autopar import _compat
+
+        for name, value in world.settings.items():
+            jax.config.update(name, value)
+        if world.platform == "cpu":
+            jax.config.update("jax_num_cpu_devices", world.devices_per_process)
+        if world.processes > 1:
+            _compat.join_world(world.coordinator, world.processes, world.rank)
+        self._world = world
+        devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+        if len(devices) != world.processes * world.devices_per_process:
+            raise RuntimeError(
+                f"{self._name} sees {len(devices)} devices, and its mesh has {world.processes} hosts with "
+                f"{world.devices_per_process} each"
+            )
+        self._devices = devices
+        self._server: Any = None
+
+    def serve(self) -> str:
+        """The address at which other meshes pull arrays from this process."""
+        if self._server is None:
+            from jax.experimental import transfer
+
+            here = f"{self._world.address}:0"
+            self._server = transfer.start_transfer_server(self._devices[0].client, here, [here] * 2)
+        return str(self._server.address())
+
+    def warm(self, meshes: Iterable[Any]) -> None:
+        """Run one small sum over every group of axes of some meshes: communicators are made now, not in a first step."""
+        import itertools
+
+        import jax
+        from jax.sharding import PartitionSpec
+
+        from autopar.runtime.pulled import zeros
+
+        for mesh in meshes:
+            placed = self._jax_mesh(mesh, tuple(range(mesh.size)), tuple(range(mesh.size)))
+            for count in range(1, len(mesh.axis_names) + 1):
+                for axes in itertools.combinations(mesh.axis_names, count):
+                    total = jax.shard_map(
+                        partial(jax.lax.psum, axis_name=axes),
+                        mesh=placed,
+                        in_specs=PartitionSpec(),
+                        out_specs=PartitionSpec(),
+                    )
+                    sharding = jax.sharding.NamedSharding(placed, PartitionSpec())
+                    jax.block_until_ready(jax.jit(total)(zeros((1,), "float32", sharding)))
+
+    # ------------------------------------------------------------------------------------------------------ programs
+
+    def load(self, shipment: Any, peers: Any, digest: str) -> float:
+        """Compile what a shipment brings; returns the seconds it took.  ``peers`` are None where nothing is exchanged."""
+        from autopar.runtime.loaded import Loaded
+
+        started = time.monotonic()
+        if (known := self._loaded.get(digest)) is None:
+            known = self._loaded[digest] = Loaded(shipment, partial(self._jax_mesh, known=shipment.devices))
+        known.connect(self._server, peers)
+        return time.monotonic() - started
+
+    def texts(self, digest: str) -> list[tuple[Any, str]]:
+        """The optimized HLO of every program, with its key."""
+        return [(key, program.as_text()) for key, program in self._loaded[digest].programs.items()]
+
+    def memory(self, digest: str) -> list[tuple[Any, Any]]:
+        """XLA's account of the bytes on one device of every program, as a dictionary, with its key."""
+        names = ("argument", "output", "alias", "temp", "generated_code")
+        found = []
+        for key, program in self._loaded[digest].programs.items():
+            account = program.memory_analysis()
+            found.append((key, {f"{name}_size_in_bytes": getattr(account, f"{name}_size_in_bytes") for name in names}))
+        return found
+
+    def step(self, order: Any) -> Any:
+        """Dispatch one step."""
+        from autopar.runtime.messages import StepReport
+
+        self._since, self._step = time.monotonic(), order.step
+        self.free(order.released)
+        while len(self._running) >= AHEAD:
+            self._finish_oldest()
+        loaded = self._loaded[order.digest]
+        arrays = self._given(loaded, order.given)
+        results = loaded.run(order.step, arrays)
+        self._arrays.update(enumerate(results, order.first_result))
+        self._running.append((order.step, self._since, loaded.marks(results)))
+        finished, self._finished = self._finished, {}
+        dispatch_seconds = time.monotonic() - self._since
+        self._since = None
+        return StepReport(order.step, dispatch_seconds, finished)
+
+    def finish(self) -> dict[int, float]:
+        """Wait until every step is done; seconds of those not told before."""
+        while self._running:
+            self._finish_oldest()
+        finished, self._finished = self._finished, {}
+        return finished
+
+    def _finish_oldest(self) -> None:
+        import jax
+
+        step, since, marks = self._running.popleft()
+        jax.block_until_ready(marks)
+        self._finished[step] = time.monotonic() - since
+
+    def _given(self, loaded: Any, given: Sequence[Any]) -> list[Any]:
+        times = Counter(one for one in given if isinstance(one, int))
+        arrays = []
+        for entry, one in zip(loaded.shipment.entries, given, strict=True):
+            if not isinstance(one, int):
+                arrays.append(self._put(one, loaded.entry_sharding(entry)))
+                continue
+            array = self._arrays[one]
+            if not array.sharding.is_equivalent_to(loaded.entry_sharding(entry), array.ndim):
+                array = loaded.moved(array, entry)
+            elif entry.is_donated and times[one] > 1:
+                array = array.copy()
+            arrays.append(array)
+        for entry, one in zip(loaded.shipment.entries, given, strict=True):
+            if isinstance(one, int) and entry.is_donated:
+                self._arrays.pop(one, None)
+        return arrays
+
+    # -------------------------------------------------------------------------------------------------------- arrays
+
+    def put(self, number: int, pieces: Any, where: Any) -> None:
+        """Take an array from the driver."""
+        from autopar.runtime.stage_executable import stored_sharding
+
+        mesh = self._jax_mesh(where.mesh, where.devices, tuple(sorted(where.devices)))
+        self._arrays[number] = self._put(pieces, stored_sharding(where.layout, mesh))
+
+    def _put(self, pieces: Any, sharding: Any) -> Any:
+        import jax
+
+        local = [device for device in sharding.mesh.devices.flat if device.process_index == jax.process_index()]
+        arrays = [
+            jax.device_put(piece, device, may_alias=False) for piece, device in zip(pieces.pieces, local, strict=True)
+        ]
+        array = jax.make_array_from_single_device_arrays(pieces.shape, sharding, arrays)
+        return array if pieces.key_impl is None else jax.random.wrap_key_data(array, impl=pieces.key_impl)
+
+    def fetch(self, number: int, positions: Sequence[int]) -> list[Any]:
+        """Pieces of an array as NumPy arrays, of devices of this process by their position on the array's mesh."""
+        import jax
+        import numpy as np
+
+        array = self._arrays[number]
+        if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
+            array = jax.random.key_data(array)
+        shards = {shard.device: shard.data for shard in array.addressable_shards}
+        devices = list(array.sharding.mesh.devices.flat)
+        return [np.array(shards[devices[position]]) for position in positions]
+
+    def wait(self, number: int) -> None:
+        """Return when an array is there."""
+        import jax
+
+        jax.block_until_ready(self._arrays[number])
+
+    def free(self, numbers: Iterable[int]) -> None:
+        """Forget arrays."""
+        for number in numbers:
+            self._arrays.pop(number, None)
+
+    def status(self) -> Any:
+        """How this process is; may be asked while a step runs."""
+        import psutil
+
+        from autopar.runtime.messages import HostStatus
+
+        arrays = list(self._arrays.values())
+        held = sum(
+            shard.data.nbytes for array in arrays for shard in array.addressable_shards if not array.is_deleted()
+        )
+        busy = 0.0 if self._since is None else time.monotonic() - self._since
+        return HostStatus(self._name, os.getpid(), psutil.Process().memory_info().rss, held, self._step, busy)
+
+    def _jax_mesh(self, mesh: Any, devices: tuple[int, ...], known: tuple[int, ...]) -> Any:
+        """The JAX mesh over the cluster's devices ``devices``, where ``known`` are all those of this world, in order."""
+        from autopar.runtime.executor import device_mesh
+
+        places = {device: place for place, device in enumerate(known)}
+        return device_mesh(mesh, [self._devices[places[device]] for device in devices])

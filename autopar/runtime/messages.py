@@ -1,0 +1,91 @@
+"""What passes between the driver and the processes of a mesh, once and in every step.
+
+Plain data: identifiers of arrays that stay on the devices, and NumPy arrays where values are given or asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.cluster import Mesh
+from autopar.plan import Layout
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of one mesh: where they meet (``coordinator``: address and port), how many, which is this one."""
+
+    mesh: int
+    coordinator: str
+    processes: int
+    rank: int
+    devices_per_process: int
+    platform: str
+    address: str
+    """The host's own address, to which everything binds."""
+    settings: Mapping[str, Any]
+    """JAX's configuration, as far as results depend on it."""
+
+
+@dataclass(frozen=True)
+class Versions:
+    """What must be the same in the driver and in all processes."""
+
+    autopar: str
+    jax: str
+    python: str
+
+
+@dataclass(frozen=True)
+class HostPieces:
+    """An array as one process gets it: the piece of each of its devices; of typed keys the words, and ``key_impl``."""
+
+    shape: tuple[int, ...]
+    pieces: tuple[Any, ...] = field(repr=False)
+    key_impl: str | None = None
+
+
+@dataclass(frozen=True)
+class Where:
+    """How an array is stored on a mesh: devices are the cluster's ids, row-major."""
+
+    mesh: Mesh
+    devices: tuple[int, ...]
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class StepOrder:
+    """One step of a loaded shipment: what stands in each entry (an array's identifier, or its pieces).
+
+    Result k gets the identifier ``first_result + k``.
+    """
+
+    digest: str
+    step: int
+    given: tuple[int | HostPieces, ...]
+    first_result: int
+    released: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one process says of a step: seconds from its call to its last dispatch, and of an earlier step until done."""
+
+    step: int
+    dispatch_seconds: float
+    finished: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class HostStatus:
+    """How one process is: bytes in its memory and on its devices, the step it is in, and for how long."""
+
+    name: str
+    pid: int
+    resident_bytes: int
+    array_bytes: int
+    step: int
+    busy_seconds: float

@@ -1,0 +1,222 @@
+"""Run a step on the meshes of a Ray cluster: the driver sends each mesh one short message per step and does not wait.
+
+The state stays where it is; of it only identifiers travel.  What the caller gives as values (a batch) is cut in the driver, so
+that every process gets the pieces of its own devices.  The driver may run :data:`RUN_AHEAD` steps ahead of the slowest mesh.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar import _compat
+from autopar.cluster import Platform
+from autopar.errors import WorkerError
+from autopar.runtime.distributed_array import DistributedArray
+from autopar.runtime.fleet import COMPILING_SECONDS, Fleet, MeshWorld, collected
+from autopar.runtime.messages import HostPieces, StepOrder, StepReport, Where
+from autopar.runtime.shipment import Entry, Output, Shipments
+
+RUN_AHEAD = 3
+"""So many steps may be called whose dispatch no process has reported yet."""
+
+FIRST_STEP_SECONDS = 300.0
+"""How long a step may take while none was measured: communicators and caches are made."""
+
+HANGING_SHARE = 20.0
+HANGING_SECONDS = 30.0
+"""A mesh hangs when a step takes so many times as long as the slowest before it, and so many seconds at least."""
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A step that was sent and not yet reported."""
+
+    step: int
+    refs: tuple[Any, ...]
+
+
+class RemoteExecutor:
+    """Owns what was sent to the meshes of one compiled step, and the steps that are under way."""
+
+    def __init__(
+        self,
+        shipments: Shipments,
+        in_avals: Sequence[Any],
+        fleet: Fleet,
+        backend: Platform,
+        report_progress: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        started = time.monotonic()
+        self._shipments = shipments
+        self._in_avals = tuple(in_avals)
+        self._fleet = fleet
+        self._backend = backend
+        self._digests = [mesh.digest() for mesh in shipments.meshes]
+        self._pending: deque[_Pending] = deque()
+        self._slowest_seconds = 0.0
+        self._measured = 0
+        self.worlds: list[MeshWorld] = []
+        self._rows: list[list[Where]] = [
+            [Where(*mesh.stages[entry.slot.stage], entry.layout) for entry in mesh.entries] for mesh in shipments.meshes
+        ]
+        self.connect(report_progress)
+        self.compile_seconds = time.monotonic() - started
+
+    def connect(self, report_progress: Callable[[str], None] = lambda message: None) -> None:
+        """Start what is missing of the meshes' processes, and let them compile; nothing is done twice."""
+        meshes = self._shipments.meshes
+        report_progress(f"starting the processes of {len(meshes)} meshes")
+        self.worlds = self._fleet.worlds([mesh.devices for mesh in meshes], self._backend)
+        exchanges = len(meshes) > 1
+        peers = self._fleet.peers(self.worlds) if exchanges else None
+        for world, mesh in zip(self.worlds, meshes, strict=True):
+            collected(
+                world.warm([logical for logical, _ in mesh.stages.values()]),
+                COMPILING_SECONDS,
+                f"{world.name} to connect",
+            )
+        report_progress("compiling on the hosts")
+        refs = [
+            ref
+            for world, mesh, digest in zip(self.worlds, meshes, self._digests, strict=True)
+            for ref in world.call("load", mesh, peers, digest)
+        ]
+        collected(refs, COMPILING_SECONDS, "the meshes to compile")
+        self._pending.clear()
+        self._slowest_seconds, self._measured = 0.0, 0
+
+    @property
+    def fleet(self) -> Fleet:
+        """Where it runs."""
+        return self._fleet
+
+    # ------------------------------------------------------------------------------------------------------- running
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+        """Send one step; the results are there when they are asked for.
+
+        Raises ``WorkerError`` if a process died or hangs: in this step, or in one before it.
+        """
+        while len(self._pending) >= RUN_AHEAD:
+            self._collect_oldest()
+        step = next(self._fleet.numbers)
+        orders: list[tuple[MeshWorld, int, list[tuple[int | HostPieces, ...]]]] = []
+        for world, mesh, rows in zip(self.worlds, self._shipments.meshes, self._rows, strict=True):
+            world.check()
+            given = [self._given(leaves, entry, where, world) for entry, where in zip(mesh.entries, rows, strict=True)]
+            by_rank = [
+                tuple(one if isinstance(one, int) else one[rank] for one in given) for rank in range(len(world.actors))
+            ]
+            first = next(self._fleet.numbers)
+            for _ in range(len(mesh.results) - 1):
+                next(self._fleet.numbers)
+            orders.append((world, first, by_rank))
+        refs = []
+        for (world, first, by_rank), digest in zip(orders, self._digests, strict=True):
+            released = world.released()
+            for actor, given_there in zip(world.actors, by_rank, strict=True):
+                refs.append(actor.step.remote(StepOrder(digest, step, given_there, first, released)))
+        self._pending.append(_Pending(step, tuple(refs)))
+        self._mark_donated(leaves)
+        return [self._result(output, orders) for output in self._shipments.outputs]
+
+    def wait(self) -> None:
+        """Wait until all steps are done."""
+        while self._pending:
+            self._collect_oldest()
+        refs = [ref for world in self.worlds for ref in world.call("finish")]
+        collected(refs, self._limit_seconds(), "the last steps")
+
+    def _collect_oldest(self) -> None:
+        pending = self._pending[0]
+        reports: list[StepReport]
+        try:
+            reports = collected(pending.refs, self._limit_seconds(), f"step {pending.step}")
+        except WorkerError as error:
+            raise WorkerError(f"{error}{self._suspects()}") from error
+        self._pending.popleft()
+        for report in reports:
+            for seconds in report.finished.values():
+                self._slowest_seconds = max(self._slowest_seconds, seconds)
+                self._measured += 1
+
+    def _limit_seconds(self) -> float:
+        if self._measured < len(self.worlds):
+            return FIRST_STEP_SECONDS
+        return max(HANGING_SECONDS, HANGING_SHARE * self._slowest_seconds)
+
+    def _suspects(self) -> str:
+        """Which processes do not answer, or sit in a step."""
+        said = []
+        for world in self.worlds:
+            answered = {status.name: status for status in world.status()}
+            for name in world.host_names:
+                if name not in answered:
+                    said.append(f"{name} does not answer")
+                elif answered[name].busy_seconds > HANGING_SECONDS / 2:
+                    said.append(f"{name} is in step {answered[name].step} for {answered[name].busy_seconds:.0f} s")
+        return f" ({'; '.join(said)})" if said else ""
+
+    # ---------------------------------------------------------------------------------------- what goes in and comes out
+
+    def _given(self, leaves: Sequence[Any], entry: Entry, where: Where, world: MeshWorld) -> int | list[HostPieces]:
+        leaf = leaves[entry.position]
+        if isinstance(leaf, DistributedArray) and entry.row < 0:
+            leaf.holder.check()
+            same_devices = sorted(leaf.where.devices) == sorted(where.devices)
+            if leaf.holder is world and same_devices and not leaf.where.layout.partial:
+                return leaf.number
+        value, key_impl = _as_numpy(leaf, self._in_avals[entry.position].dtype)
+        return world.pieces(value if entry.row < 0 else value[entry.row], where, key_impl)
+
+    def _mark_donated(self, leaves: Sequence[Any]) -> None:
+        for world, mesh in zip(self.worlds, self._shipments.meshes, strict=True):
+            for entry in mesh.entries:
+                leaf = leaves[entry.position]
+                if entry.is_donated and isinstance(leaf, DistributedArray) and leaf.holder is world:
+                    leaf.forget("a later step took its memory over for its result")
+
+    def _result(self, output: Output, orders: Sequence[tuple[MeshWorld, int, Any]]) -> Any:
+        if output.result < 0:
+            return jax.numpy.asarray(output.literal, output.aval.dtype)
+        world, first, _ = orders[output.mesh]
+        mesh, devices = self._shipments.meshes[output.mesh].stages[output.stage]
+        return world.new_array(output.aval, Where(mesh, devices, output.layout), first + output.result)
+
+    # -------------------------------------------------------------------------------------------------- inspecting
+
+    def as_text(self) -> str:
+        """The optimized HLO of all executables, one after the other, each under a line that names it."""
+        rows = []
+        for world, digest in zip(self.worlds, self._digests, strict=True):
+            (texts,) = collected(
+                [world.actors[0].texts.remote(digest)], COMPILING_SECONDS, f"the programs of {world.name}"
+            )
+            rows += [f"// stage {stage}, {part.value} {segment}\n{text}" for (stage, part, segment), text in texts]
+        return "\n".join(rows)
+
+    def memory_analysis(self) -> dict[Any, dict[str, int]]:
+        """XLA's own account of bytes on one device, for each executable."""
+        found: dict[Any, dict[str, int]] = {}
+        for world, digest in zip(self.worlds, self._digests, strict=True):
+            (pairs,) = collected(
+                [world.actors[0].memory.remote(digest)], COMPILING_SECONDS, f"the programs of {world.name}"
+            )
+            found.update(pairs)
+        return found
+
+
+def _as_numpy(leaf: Any, dtype: Any) -> tuple[np.ndarray[Any, Any], str | None]:
+    """A leaf as a NumPy array of a dtype; of typed keys the words, and how they are made."""
+    if _compat.is_key_dtype(dtype):
+        if isinstance(leaf, DistributedArray):
+            leaf = leaf.__jax_array__()
+        return np.asarray(jax.random.key_data(leaf)), _compat.key_impl_name(_compat.dtype_name(dtype))
+    return np.asarray(leaf, dtype=dtype), None
