@@ -235,7 +235,7 @@ class MeshWorld:
         for position, device in enumerate(where.devices):
             box = piece_box(shape, placement, position)
             if box not in cut:
-                cut[box] = np.ascontiguousarray(value[tuple(slice(*ends) for ends in box)])
+                cut[box] = np.asarray(value[tuple(slice(*ends) for ends in box)], order="C")
             of_device[device] = cut[box]
         found = []
         for own in self._by_rank:

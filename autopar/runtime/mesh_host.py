@@ -134,8 +134,12 @@ class MeshHost:
         while len(self._running) >= AHEAD:
             self._finish_oldest()
         loaded = self._loaded[order.digest]
-        arrays = self._given(loaded, order.given)
-        results = loaded.run(order.step, arrays)
+        try:
+            results = loaded.run(order.step, self._given(loaded, order.given))
+        except Exception as error:
+            # Whoever asks for a result learns what happened, not that there is none.
+            self._arrays.update((order.first_result + k, error) for k in range(len(loaded.shipment.results)))
+            raise
         self._arrays.update(enumerate(results, order.first_result))
         self._running.append((order.step, self._since, loaded.marks(results)))
         finished, self._finished = self._finished, {}
@@ -164,7 +168,7 @@ class MeshHost:
             if not isinstance(one, int):
                 arrays.append(self._put(one, loaded.entry_sharding(entry)))
                 continue
-            array = self._arrays[one]
+            array = self._array(one)
             if not array.sharding.is_equivalent_to(loaded.entry_sharding(entry), array.ndim):
                 array = loaded.moved(array, entry)
             elif entry.is_donated and times[one] > 1:
@@ -199,7 +203,7 @@ class MeshHost:
         import jax
         import numpy as np
 
-        array = self._arrays[number]
+        array = self._array(number)
         if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
             array = jax.random.key_data(array)
         shards = {shard.device: shard.data for shard in array.addressable_shards}
@@ -210,7 +214,13 @@ class MeshHost:
         """Return when an array is there."""
         import jax
 
-        jax.block_until_ready(self._arrays[number])
+        jax.block_until_ready(self._array(number))
+
+    def _array(self, number: int) -> Any:
+        """An array that was made or given; raises what its step raised."""
+        if isinstance(array := self._arrays[number], Exception):
+            raise array
+        return array
 
     def free(self, numbers: Iterable[int]) -> None:
         """Forget arrays."""
@@ -223,7 +233,7 @@ class MeshHost:
 
         from autopar.runtime.messages import HostStatus
 
-        arrays = list(self._arrays.values())
+        arrays = [one for one in list(self._arrays.values()) if not isinstance(one, Exception)]
         held = sum(
             shard.data.nbytes for array in arrays for shard in array.addressable_shards if not array.is_deleted()
         )
