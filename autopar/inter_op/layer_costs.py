@@ -155,7 +155,7 @@ def _values_of_nodes(problem: Problem) -> list[int]:
     """A value for every node: one that lies so, or that the operator makes."""
     value_of = {node: value for value, node in (*problem.copy_of_value.items(), *problem.node_of_value.items())}
     return [
-        node.operator.results[0] if isinstance(node, OperatorNode) else value_of.get(number, -1)
+        next(iter(node.operator.results), -1) if isinstance(node, OperatorNode) else value_of.get(number, -1)
         for number, node in enumerate(problem.nodes)
     ]
 
