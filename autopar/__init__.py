@@ -1,9 +1,10 @@
 """autopar: parallelize an ordinary JAX train step over a cluster, by a plan that is found and explained."""
 
 from autopar.api import Parallelized, parallelize
+from autopar.checkpoints import Checkpoints, Restored
 from autopar.cluster import Cluster
 from autopar.compiled import Compiled
-from autopar.errors import AutoparError, ClusterError, PlanError, TraceError, WorkerError
+from autopar.errors import AutoparError, CheckpointError, ClusterError, PlanError, TraceError, WorkerError
 from autopar.explain import Explanation, explain
 from autopar.explain.verification import Verification
 from autopar.plan import Plan
@@ -15,6 +16,8 @@ __version__ = VERSION
 
 __all__ = [
     "AutoparError",
+    "CheckpointError",
+    "Checkpoints",
     "Cluster",
     "ClusterError",
     "Compiled",
@@ -23,6 +26,7 @@ __all__ = [
     "Parallelized",
     "Plan",
     "PlanError",
+    "Restored",
     "TraceError",
     "Verification",
     "WorkerError",

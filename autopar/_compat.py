@@ -371,6 +371,35 @@ def join_world(address: str, processes: int, rank: int) -> None:
     state.client.connect()
 
 
+# ----------------------------------------------------------------------------------------------------- checkpoints
+
+
+def array_metadata_store() -> Any:
+    """Where orbax notes what zarr cannot say of an array: how typed keys are made."""
+    from orbax.checkpoint._src.metadata.array_metadata_store import Store
+
+    return Store()
+
+
+async def note_arrays(store: Any, directory: Any, arrays: Sequence[tuple[str, Sequence[int], Any, Sequence[int]]]) -> None:
+    """Add arrays (name, shape, dtype, shape of a chunk) to what the store says of a checkpoint."""
+    from orbax.checkpoint._src.metadata.array_metadata import ArrayMetadata
+
+    noted = [
+        ArrayMetadata(
+            param_name=name,
+            shape=tuple(shape),
+            dtype=dtype,
+            write_shape=tuple(chunk),
+            chunk_shape=tuple(chunk),
+            use_ocdbt=False,
+            use_zarr3=False,
+        )
+        for name, shape, dtype, chunk in arrays
+    ]
+    await store.write(directory, noted, process_index=0)
+
+
 # ------------------------------------------------------------------------------------- devices that are not here
 
 

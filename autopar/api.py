@@ -20,8 +20,9 @@ from autopar.compilers import Compiler, Target, target_of
 from autopar.errors import PlanError, TraceError
 from autopar.first_state import born_sharded
 from autopar.graph.roles import Role, infer_roles
-from autopar.graph.tracing import Call, aval_of_leaf, flatten_call, retracer, trace
+from autopar.graph.tracing import Call, TracedProgram, aval_of_leaf, flatten_call, retracer, trace
 from autopar.graph.wishes import LeafWish, LeafWishes, leaf_wishes, names_on
+from autopar.homes import homes_of
 from autopar.inter_op.account import PipelineAccount, account_of
 from autopar.inter_op.assemble import Assembled, stages_of_leaves
 from autopar.inter_op.terms import BatchCoupling, MicrobatchRng, Terms
@@ -142,20 +143,35 @@ class Parallelized:
 
         ``init_fn`` takes no arguments and is traced once; ``rest`` are the step's other arguments (shapes suffice).
         """
+        traced, _, plan, stage_of = self._first_state(init_fn, rest, kwargs)
+        with self._progress() as progress:
+            progress.say("compiling the initialiser")
+            return born_sharded(traced, plan, self.cluster, stage_of)
+
+    def homes(self, init_fn: Callable[[], Any], *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """The shapes of the first state, and where the plan wants its leaves: what orbax is told to restore one.
+
+        Arguments as for :meth:`init`; nothing is run.
+        """
+        traced, shapes, plan, stage_of = self._first_state(init_fn, rest, kwargs)
+        homes = homes_of(traced.out_avals, plan, self.cluster, stage_of)
+        return shapes, tree_util.tree_unflatten(traced.out_tree, homes)
+
+    def _first_state(
+        self, init_fn: Callable[[], Any], rest: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[TracedProgram, Any, Plan, dict[int, int]]:
+        """The traced initialiser, the shapes of what it returns, the plan, and the stages of its leaves."""
         _check_initialiser(init_fn)
         traced = trace(init_fn, (), {})
         leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.out_avals]
         shapes = tree_util.tree_unflatten(traced.out_tree, leaves)
         subject, plan = self._planned_or_in_use((shapes, *rest), kwargs, self.cluster, None)
-        place = subject.program.in_tree.num_leaves
-        if len(leaves) > place:
+        if len(leaves) > subject.program.in_tree.num_leaves:
             raise TraceError(
                 "init_fn returns more leaves than the step takes arguments; pass the step's other arguments"
             )
-        with self._progress() as progress:
-            progress.say("compiling the initialiser")
-            stages = self._assembled(subject, plan, self.cluster).pipeline.stages if plan.is_pipeline else ()
-            return born_sharded(traced, plan, self.cluster, stages_of_leaves(stages))
+        stages = self._assembled(subject, plan, self.cluster).pipeline.stages if plan.is_pipeline else ()
+        return traced, shapes, plan, stages_of_leaves(stages)
 
     def with_options(self, **options: Any) -> Parallelized:
         """The same function with some options of :func:`parallelize` changed; it plans and compiles for itself."""

@@ -31,6 +31,10 @@ class TransportError(AutoparError):
     """A value did not come from another mesh."""
 
 
+class CheckpointError(AutoparError):
+    """A checkpoint cannot be written or read, or is one of another state."""
+
+
 class WorkerError(AutoparError):
     """A process on another host died, hangs, or raised."""
 

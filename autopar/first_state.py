@@ -18,6 +18,7 @@ from autopar.cluster import Cluster
 from autopar.graph.roles import Role, Roles
 from autopar.graph.tracing import TracedProgram
 from autopar.inter_op.stages import subcluster
+from autopar.homes import devices_of
 from autopar.intra_op.initial import plan_initialiser
 from autopar.on_ray import fleet_of, step_on_ray
 from autopar.plan import Plan
@@ -29,7 +30,7 @@ def born_sharded(traced: TracedProgram, plan: Plan, cluster: Cluster, stage_of: 
     """What an initialiser returns, leaf k in the layout of the plan's input k; ``stage_of`` names the stages of a pipeline."""
     if cluster.runs_on is not None:
         fleet_of(cluster).worlds(
-            [_devices(plan, number) for number in range(len(plan.stages))], cluster.device.platform
+            [devices_of(plan, number) for number in range(len(plan.stages))], cluster.device.platform
         )
     found: dict[int, Any] = {}
     for number in range(len(plan.stages)):
@@ -41,7 +42,7 @@ def born_sharded(traced: TracedProgram, plan: Plan, cluster: Cluster, stage_of: 
 
 
 def _born_on(traced: TracedProgram, positions: Sequence[int], plan: Plan, number: int, cluster: Cluster) -> list[Any]:
-    stage, numbers = plan.stages[number], _devices(plan, number)
+    stage, numbers = plan.stages[number], devices_of(plan, number)
     subject = subject_of(traced, Roles((Role.HIDDEN,) * len(traced.in_keys), (), None), cluster.device.platform.value)
     layouts = tuple(plan.in_layouts[k] for k in positions)
     program = plan_initialiser(subject.graph, stage.mesh, subcluster(cluster, numbers), layouts)
@@ -50,11 +51,6 @@ def _born_on(traced: TracedProgram, positions: Sequence[int], plan: Plan, number
     devices = jax.devices()
     here = [devices[k] for k in numbers] if max(numbers) < len(devices) else devices
     return Executor(program, traced.in_avals, frozenset(), here)(list(traced.hidden))
-
-
-def _devices(plan: Plan, number: int) -> tuple[int, ...]:
-    """The cluster's devices of a stage."""
-    return plan.stages[number].devices or tuple(range(plan.num_devices))
 
 
 def _only(traced: TracedProgram, positions: Sequence[int], *, with_effects: bool) -> TracedProgram:

@@ -28,19 +28,18 @@ import numpy as np
 from autopar import _compat, version
 from autopar.cluster import Mesh, Platform
 from autopar.errors import AutoparError, ClusterError, InternalError, WorkerError
-from autopar.plan import Layout
 from autopar.ray_hosts import RayHosts, RayNode
 from autopar.runtime.distributed_array import DistributedArray
 from autopar.runtime.mesh_host import MeshHost
 from autopar.runtime.messages import HostPieces, HostStatus, Versions, Where, World
 from autopar.runtime.pulled import Peers
-from autopar.schedule.cross_mesh import Placement, piece_box
+from autopar.schedule.cross_mesh import piece_box
 
 STARTING_SECONDS = 120.0
 """So long the processes of a mesh may take to start and to meet."""
 COMPILING_SECONDS = 1800.0
 FETCHING_SECONDS = 600.0
-_CONTROL = "control"
+_CONTROL, _ASIDE = "control", "aside"  # groups of calls that do not wait for the steps
 _TINY = 1e-3  # share of a node's resource that pins a bundle to it
 _SETTINGS = ("jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitionable", "jax_default_matmul_precision")
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
@@ -171,6 +170,11 @@ class MeshWorld:
         self.check()
         return [getattr(actor, method).remote(*arguments) for actor in self.actors]
 
+    def aside(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method on every process beside what they are doing; for what touches no arrays of the steps."""
+        self.check()
+        return [getattr(actor, method).options(concurrency_group=_ASIDE).remote(*arguments) for actor in self.actors]
+
     def check(self) -> None:
         """Raise ``WorkerError`` if this world is lost."""
         if self.is_lost:
@@ -226,10 +230,7 @@ class MeshWorld:
     def pieces(self, value: np.ndarray[Any, Any], where: Where, key_impl: str | None = None) -> list[HostPieces]:
         """An array cut for each process; of typed keys its words."""
         shape = value.shape
-        layout = where.layout
-        if key_impl is not None:
-            layout = Layout((*layout.dims, *((),) * (len(shape) - len(layout.dims))))
-        placement = Placement(layout, where.mesh, where.devices)
+        placement = where.placement(value.ndim)
         cut: dict[Any, np.ndarray[Any, Any]] = {}
         of_device: dict[int, np.ndarray[Any, Any]] = {}
         for position, device in enumerate(where.devices):
@@ -247,7 +248,7 @@ class MeshWorld:
     def fetch(self, array: DistributedArray) -> np.ndarray[Any, Any]:
         """The value of an array, every piece of it from one process."""
         self.check()
-        placement = Placement(array.where.layout, array.where.mesh, array.where.devices)
+        placement = array.where.placement(array.ndim)
         rank_of = {device: rank for rank, own in enumerate(self._by_rank) for device in own}
         holders: dict[tuple[int, ...], int] = {}
         for position in range(array.where.mesh.size):
@@ -361,7 +362,7 @@ def _actor(name: str, group: Any, rank: int, devices: int, backend: Platform, en
         "runtime_env": {"env_vars": dict(environment)},
     }
     remote: Any = ray.remote
-    return remote(concurrency_groups={_CONTROL: 1})(MeshHost).options(**options).remote(name)
+    return remote(concurrency_groups={_CONTROL: 1, _ASIDE: 1})(MeshHost).options(**options).remote(name)
 
 
 def _environment(backend: Platform, devices: int) -> dict[str, str]:

@@ -28,6 +28,7 @@ class MeshHost:
         self._name = name
         self._arrays: dict[int, Any] = {}
         self._loaded: dict[str, Any] = {}
+        self._snapshots: dict[int, Any] = {}
         self._running: deque[tuple[int, float, list[Any]]] = deque()
         self._finished: dict[int, float] = {}
         self._step = -1
@@ -209,6 +210,61 @@ class MeshHost:
         shards = {shard.device: shard.data for shard in array.addressable_shards}
         devices = list(array.sharding.mesh.devices.flat)
         return [np.array(shards[devices[position]]) for position in positions]
+
+    def snapshot(self, token: int, arrays: Sequence[Any]) -> None:
+        """Copy the pieces of some arrays that this process is the first to hold: (number, where) each."""
+        import numpy as np
+
+        from autopar.schedule.cross_mesh import piece_box
+
+        copies: list[list[tuple[Any, Any]]] = []
+        for number, where in arrays:
+            array = self._array(number)
+            placement = where.placement(array.ndim)
+            first: dict[Any, int] = {}
+            for position in range(where.mesh.size):
+                first.setdefault(placement.piece(position), position)
+            shards = {shard.device: shard.data for shard in array.addressable_shards}
+            devices = list(array.sharding.mesh.devices.flat)
+            copies.append(
+                [
+                    (piece_box(array.shape, placement, position), np.array(shards[devices[position]]))
+                    for position in first.values()
+                    if devices[position] in shards
+                ]
+            )
+        self._snapshots[token] = copies
+
+    def write_snapshot(self, token: int, stored: Sequence[Any]) -> None:
+        """Put a snapshot on disk and forget it."""
+        from autopar.runtime.storage import write_piece
+
+        for one, pieces in zip(stored, self._snapshots.pop(token), strict=True):
+            for box, piece in pieces:
+                write_piece(one, box, piece)
+
+    def read(self, arrays: Sequence[Any]) -> None:
+        """Take arrays from disk: (number, where, what is stored, implementation of keys) each."""
+        import jax
+
+        from autopar.runtime.messages import HostPieces
+        from autopar.runtime.stage_executable import stored_sharding
+        from autopar.runtime.storage import read_piece
+        from autopar.schedule.cross_mesh import piece_box
+
+        own = jax.process_index()
+        for number, where, stored, key_impl in arrays:
+            mesh = self._jax_mesh(where.mesh, where.devices, tuple(sorted(where.devices)))
+            boxes = {}
+            ordered = []
+            for position, device in enumerate(mesh.devices.flat):
+                if device.process_index == own:
+                    box = piece_box(stored.shape, where.placement(len(stored.shape)), position)
+                    if box not in boxes:
+                        boxes[box] = read_piece(stored, box)
+                    ordered.append(boxes[box])
+            pieces = HostPieces(stored.shape, tuple(ordered), key_impl)
+            self._arrays[number] = self._put(pieces, stored_sharding(where.layout, mesh))
 
     def wait(self, number: int) -> None:
         """Return when an array is there."""

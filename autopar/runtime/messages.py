@@ -11,6 +11,7 @@ from typing import Any
 
 from autopar.cluster import Mesh
 from autopar.plan import Layout
+from autopar.schedule.cross_mesh import Placement
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,11 @@ class Where:
     mesh: Mesh
     devices: tuple[int, ...]
     layout: Layout
+
+    def placement(self, rank: int) -> Placement:
+        """The same for an array of so many dimensions, the words of typed keys among them."""
+        more: tuple[tuple[str, ...], ...] = ((),) * (rank - len(self.layout.dims))
+        return Placement(Layout((*self.layout.dims, *more)), self.mesh, self.devices)
 
 
 @dataclass(frozen=True)

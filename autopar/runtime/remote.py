@@ -173,7 +173,7 @@ class RemoteExecutor:
             same_devices = sorted(leaf.where.devices) == sorted(where.devices)
             if leaf.holder is world and same_devices and not leaf.where.layout.partial:
                 return leaf.number
-        value, key_impl = _as_numpy(leaf, self._in_avals[entry.position].dtype)
+        value, key_impl = as_numpy(leaf, self._in_avals[entry.position].dtype)
         return world.pieces(value if entry.row < 0 else value[entry.row], where, key_impl)
 
     def _mark_donated(self, leaves: Sequence[Any]) -> None:
@@ -213,7 +213,7 @@ class RemoteExecutor:
         return found
 
 
-def _as_numpy(leaf: Any, dtype: Any) -> tuple[np.ndarray[Any, Any], str | None]:
+def as_numpy(leaf: Any, dtype: Any) -> tuple[np.ndarray[Any, Any], str | None]:
     """A leaf as a NumPy array of a dtype; of typed keys the words, and how they are made."""
     if _compat.is_key_dtype(dtype):
         if isinstance(leaf, DistributedArray):

@@ -1,0 +1,49 @@
+"""Where does the plan want the leaves of a state?  As orbax is told when it restores one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding
+
+from autopar.cluster import Cluster
+from autopar.on_ray import fleet_of
+from autopar.plan import Plan
+from autopar.runtime.array_saver import Home
+from autopar.runtime.cross_mesh import placed_mesh
+from autopar.runtime.executor import partition_spec
+from autopar.runtime.messages import Where
+
+
+def homes_of(avals: Sequence[Any], plan: Plan, cluster: Cluster, stage_of: Mapping[int, int]) -> list[Any]:
+    """Restore arguments of orbax for the first leaves of a step; ``stage_of`` names the stages of a pipeline."""
+    wheres = []
+    for position in range(len(avals)):
+        stage = plan.stages[stage_of.get(position, 0)]
+        wheres.append(Where(stage.mesh, devices_of(plan, stage_of.get(position, 0)), plan.in_layouts[position]))
+    if cluster.runs_on is None:
+        return [
+            ocp.ArrayRestoreArgs(
+                sharding=NamedSharding(
+                    placed_mesh(where.placement(len(where.layout.dims)), jax.devices()), partition_spec(where.layout)
+                ),
+                global_shape=tuple(aval.shape),
+                dtype=aval.dtype,
+            )
+            for aval, where in zip(avals, wheres, strict=True)
+        ]
+    fleet = fleet_of(cluster)
+    wanted = [devices_of(plan, number) for number in range(len(plan.stages))]
+    worlds = dict(zip(wanted, fleet.worlds(wanted, cluster.device.platform), strict=True))
+    return [
+        Home(aval=aval, where=where, world=worlds[where.devices], numbers=fleet.numbers)
+        for aval, where in zip(avals, wheres, strict=True)
+    ]
+
+
+def devices_of(plan: Plan, number: int) -> tuple[int, ...]:
+    """The cluster's devices of a stage."""
+    return plan.stages[number].devices or tuple(range(plan.num_devices))

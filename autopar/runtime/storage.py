@@ -1,0 +1,73 @@
+"""Arrays on disk, written and read piece by piece by the processes that hold the pieces.
+
+An array is a zarr array in a directory of its own, as plain orbax writes it without OCDBT; a chunk is the piece of one device,
+so that processes which write different pieces never touch the same file.  TensorStore reads any part of any chunks: an array
+comes back onto another plan or another number of devices as well.
+
+The directory must be the same one for all hosts (a shared file system, or a bucket that is mounted).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autopar.errors import CheckpointError
+
+Box = tuple[tuple[int, int], ...]
+"""Start and stop in every dimension of the whole array."""
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """One array on disk: its directory, and shape and dtype of what lies there (of typed keys, the words)."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def create_array(stored: StoredArray, chunk_shape: Sequence[int]) -> None:
+    """Write the array's metadata; its pieces follow."""
+    metadata = {
+        "shape": list(stored.shape),
+        "chunks": [max(1, extent) for extent in chunk_shape],
+        "compressor": {"id": "zstd", "level": 1},
+        "dimension_separator": ".",
+    }
+    _open({**_spec(stored.path), "dtype": stored.dtype, "metadata": metadata}, stored.path, create=True)
+
+
+def write_piece(stored: StoredArray, box: Box, piece: np.ndarray[Any, Any]) -> None:
+    """Write one piece, which is whole chunks."""
+    array = _open(_spec(stored.path), stored.path)
+    array[tuple(slice(*ends) for ends in box)].write(piece).result()
+
+
+def read_piece(stored: StoredArray, box: Box) -> np.ndarray[Any, Any]:
+    """Read one piece; raises ``CheckpointError`` where another shape or dtype lies."""
+    array = _open(_spec(stored.path), stored.path)
+    found = tuple(array.shape), array.dtype.numpy_dtype.name
+    if found != (stored.shape, stored.dtype):
+        raise CheckpointError(
+            f"{stored.path} holds {found[1]}{list(found[0])}, and the step wants {stored.dtype}{list(stored.shape)}; restore "
+            "into the model and the precision that were saved"
+        )
+    return np.asarray(array[tuple(slice(*ends) for ends in box)].read().result())
+
+
+def _spec(path: str) -> dict[str, Any]:
+    return {"driver": "zarr", "kvstore": {"driver": "file", "path": str(Path(path)) + "/"}}
+
+
+def _open(spec: dict[str, Any], path: str, *, create: bool = False) -> Any:
+    import tensorstore
+
+    try:
+        return tensorstore.open(tensorstore.Spec(spec), open=not create, create=create).result()
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be {'written' if create else 'read'}: {error}") from error
