@@ -381,7 +381,9 @@ def array_metadata_store() -> Any:
     return Store()
 
 
-async def note_arrays(store: Any, directory: Any, arrays: Sequence[tuple[str, Sequence[int], Any, Sequence[int]]]) -> None:
+async def note_arrays(
+    store: Any, directory: Any, arrays: Sequence[tuple[str, Sequence[int], Any, Sequence[int]]]
+) -> None:
     """Add arrays (name, shape, dtype, shape of a chunk) to what the store says of a checkpoint."""
     from orbax.checkpoint._src.metadata.array_metadata import ArrayMetadata
 

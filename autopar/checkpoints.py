@@ -1,12 +1,13 @@
 """Checkpoints of a training run: the state in orbax's format, written where it lies, and the position in the data.
 
-A checkpoint is a directory ``<directory>/<step>`` with the items ``state`` (a PyTree) and ``run`` (JSON): plain orbax reads it.  It
-is written beside the steps and appears under its name when it is complete.  It holds no layout: it comes back onto any plan,
-method or number of devices.
+A checkpoint is a directory ``<directory>/<step>`` with the items ``state`` (a PyTree) and ``run`` (JSON): plain orbax reads it.
+It is written beside the steps and appears under its name when it is complete.  It holds no layout: it comes back onto any
+plan, method or number of devices.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -52,6 +53,7 @@ class Checkpoints:
             if number is not None and not number > 0:
                 raise CheckpointError(f"{name}={number!r}; give a number above 0, or leave it out")
         self.directory = Path(directory).absolute()
+        self._keep = keep
         self._every_steps = every_steps
         self._every_seconds = every_seconds
         self._last_seconds = time.monotonic()
@@ -96,11 +98,9 @@ class Checkpoints:
 
     def abandon(self) -> None:
         """Give up what is being written, after a failure; finished checkpoints stay."""
-        try:
+        with contextlib.suppress(AutoparError, OSError, ValueError, RuntimeError):  # it was written by what has failed
             self._manager.wait_until_finished()
-        except (AutoparError, OSError, ValueError, RuntimeError):
-            pass  # it was being written by what has failed
-        self._manager = _manager(self.directory, self._manager.options.max_to_keep)
+        self._manager = _manager(self.directory, self._keep)
 
     # ------------------------------------------------------------------------------------------------------- reading
 

@@ -17,8 +17,8 @@ from autopar import _compat
 from autopar.cluster import Cluster
 from autopar.graph.roles import Role, Roles
 from autopar.graph.tracing import TracedProgram
-from autopar.inter_op.stages import subcluster
 from autopar.homes import devices_of
+from autopar.inter_op.stages import subcluster
 from autopar.intra_op.initial import plan_initialiser
 from autopar.on_ray import fleet_of, step_on_ray
 from autopar.plan import Plan

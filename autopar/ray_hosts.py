@@ -52,6 +52,13 @@ class RayHosts:
             self._fleet = start(self)
         return self._fleet
 
+    def living(self) -> RayHosts:
+        """Those hosts whose nodes are alive now, as hosts of their own."""
+        alive = {node.node_id for node in _nodes(_ray())}
+        return RayHosts(
+            self.address, tuple(node for node in self.nodes if node.node_id in alive), self.devices_per_host
+        )
+
     @property
     def running(self) -> Any:
         """What was started, or None."""

@@ -13,9 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import autopar
-from tests.test_ray import assert_equal, batch_of, cluster, create, local_ray, shared, train_step, value
-
-__all__ = ["cluster", "local_ray", "shared"]  # fixtures
+from tests.ray_cases import assert_equal, batch_of, create, train_step, value
 
 make = partial(create, 0)
 

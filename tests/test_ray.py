@@ -4,85 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import autopar
 from autopar.runtime.mesh_host import MeshHost
-
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-
-ray = pytest.importorskip("ray")
-
-WIDTH, BATCH = 16, 8
-OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-
-
-@pytest.fixture(scope="module")
-def local_ray() -> Iterator[None]:
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200_000_000)
-    yield
-    ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def shared(local_ray: None) -> Iterator[autopar.Cluster]:
-    with jax.enable_x64(True):
-        made = autopar.Cluster.ray(None, hosts=2, devices_per_host=2)
-        yield made
-        made.close()
-
-
-@pytest.fixture
-def cluster(shared: autopar.Cluster) -> Iterator[autopar.Cluster]:
-    with jax.enable_x64(True):
-        yield shared
-
-
-def loss_of(params: Any, batch: Any, key: jax.Array) -> jax.Array:
-    x = batch["x"]
-    for number, layer in enumerate(params):
-        x = jnp.tanh(x @ layer["w"] + layer["b"])
-        x = x * jax.random.bernoulli(jax.random.fold_in(key, number), 0.9, x.shape)
-    return jnp.mean((x - batch["y"]) ** 2)
-
-
-def train_step(state: Any, batch: Any) -> Any:
-    key, own = jax.random.split(state["key"])
-    loss, gradients = jax.value_and_grad(loss_of)(state["params"], batch, own)
-    updates, optimizer = OPTIMIZER.update(gradients, state["optimizer"], state["params"])
-    params = optax.apply_updates(state["params"], updates)
-    return {"params": params, "optimizer": optimizer, "key": key, "step": state["step"] + 1}, {"loss": loss}
-
-
-def create(seed: int) -> Any:
-    keys = jax.random.split(jax.random.key(seed), 4)
-    params = [{"w": jax.random.normal(key, (WIDTH, WIDTH)) / 4, "b": jnp.zeros(WIDTH)} for key in keys]
-    return {"params": params, "optimizer": OPTIMIZER.init(params), "key": keys[0], "step": jnp.zeros((), jnp.int32)}
-
-
-def batch_of(step: int) -> dict[str, np.ndarray]:
-    drawn = np.random.default_rng(step)
-    return {"x": drawn.normal(size=(BATCH, WIDTH)), "y": drawn.normal(size=(BATCH, WIDTH))}
-
-
-def value(leaf: Any) -> np.ndarray:
-    leaf = jnp.asarray(leaf)
-    return np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
-
-
-def assert_equal(left: Any, right: Any) -> None:
-    for ours, theirs in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
-        np.testing.assert_allclose(value(ours), value(theirs), rtol=1e-11, atol=1e-12)
-
+from tests.ray_cases import WIDTH, assert_equal, batch_of, create, train_step
 
 PLANS = {
     "one mesh over two hosts": {"stages": 1},
@@ -170,10 +102,15 @@ def test_a_killed_worker_is_named(cluster: autopar.Cluster) -> None:
     state, metrics = step(state, batch_of(0))
     float(metrics["loss"])
     os.kill(step.last.executor.fleet.status()[0].pid, 9)
-    with pytest.raises(autopar.WorkerError, match=r"a process is gone"):
+
+    def go_on() -> None:
+        carried = state
         for number in range(20):
-            state, metrics = step(state, batch_of(number))
+            carried, metrics = step(carried, batch_of(number))
             float(metrics["loss"])
+
+    with pytest.raises(autopar.WorkerError, match=r"process is gone"):
+        go_on()
 
 
 def test_too_small_a_cluster_is_refused(local_ray: None) -> None:

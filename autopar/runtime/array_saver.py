@@ -158,9 +158,9 @@ def _write(taken: _Snapshot, directory: Any) -> None:
         one = StoredArray(str(directory / name), array.shape, _compat.dtype_name(array.dtype))
         create_array(one, _chunk_shape(array))
         stored.append(one)
-    collected(taken.calls, FETCHING_SECONDS, f"{taken.world.name} to copy its state")
+    taken.world.collected(taken.calls, FETCHING_SECONDS, f"{taken.world.name} to copy its state")
     refs = taken.world.aside("write_snapshot", taken.token, stored)
-    collected(refs, FETCHING_SECONDS, f"{taken.world.name} to write its state")
+    taken.world.collected(refs, FETCHING_SECONDS, f"{taken.world.name} to write its state")
 
 
 def registry() -> Any:

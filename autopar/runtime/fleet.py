@@ -38,6 +38,10 @@ from autopar.schedule.cross_mesh import piece_box
 STARTING_SECONDS = 120.0
 """So long the processes of a mesh may take to start and to meet."""
 COMPILING_SECONDS = 1800.0
+PULSE_SECONDS = 2.0
+"""So often processes are asked for a sign of life while they are waited for."""
+SILENT_SECONDS = 10.0
+RESTING_SECONDS = 15.0
 FETCHING_SECONDS = 600.0
 _CONTROL, _ASIDE = "control", "aside"  # groups of calls that do not wait for the steps
 _TINY = 1e-3  # share of a node's resource that pins a bundle to it
@@ -85,6 +89,30 @@ class Fleet:
                 addresses.update(dict.fromkeys(world.devices_of(rank), address))
         return Peers(addresses, self.secret, self.epoch)
 
+    def collected(self, refs: Sequence[Any], limit_seconds: float, what: str) -> list[Any]:
+        """As :func:`collected`, and a process that is silent meanwhile is an error of its own."""
+        return collected(refs, limit_seconds, what, self.check_pulse)
+
+    def check_pulse(self) -> None:
+        """Raise ``WorkerError`` naming a process that is dead or silent."""
+        for world in self._worlds.values():
+            if not world.is_lost:
+                world.check_pulse()
+
+    def mend(self) -> None:
+        """After a failure: bring living meshes to rest, without arrays, and give up those that do not come to rest.
+
+        A mesh whose neighbour died may wait for it in a collective or a pull for ever; then it is lost as well.
+        """
+        resting = {world: world.try_to_rest() for world in self._worlds.values() if not world.is_lost}
+        until = time.monotonic() + RESTING_SECONDS
+        for world, refs in resting.items():
+            try:
+                collected(refs, max(0.1, until - time.monotonic()), f"{world.name} to rest")
+            except WorkerError:
+                world.lose()
+        self.epoch += 1
+
     def status(self) -> list[HostStatus]:
         """How each process is; those that do not answer are left out."""
         return [status for world in self._worlds.values() if not world.is_lost for status in world.status()]
@@ -123,6 +151,7 @@ class MeshWorld:
         self._lock = threading.Lock()
         self._warmed: set[Mesh] = set()
         self._service: Any = None
+        self._pids: list[int] = []
         nodes = [hosts.nodes[host] for host in by_host]
         self._nodes = nodes
         self._group = _placement_group(nodes, len(self._by_rank[0]), backend)
@@ -161,7 +190,7 @@ class MeshWorld:
                 settings,
             )
             refs.append(actor.join.remote(world))
-        collected(refs, STARTING_SECONDS, f"the processes of {self.name} to meet")
+        self._pids = collected(refs, STARTING_SECONDS, f"the processes of {self.name} to meet")
 
     # ------------------------------------------------------------------------------------------------------ calling
 
@@ -204,6 +233,38 @@ class MeshWorld:
                 continue
         return found
 
+    def collected(self, refs: Sequence[Any], limit_seconds: float, what: str) -> list[Any]:
+        """As :meth:`Fleet.collected`; ends as well when this world is lost meanwhile."""
+
+        def pulse() -> None:
+            self.check()
+            self._fleet.check_pulse()
+
+        return collected(refs, limit_seconds, what, pulse)
+
+    def check_pulse(self) -> None:
+        """Raise ``WorkerError`` if a process does not answer within :data:`SILENT_SECONDS`."""
+        import ray
+
+        refs = [actor.pulse.options(concurrency_group=_CONTROL).remote() for actor in self.actors]
+        _, silent = ray.wait(refs, num_returns=len(refs), timeout=SILENT_SECONDS)
+        for name, ref in zip(self.host_names, refs, strict=True):
+            if ref in silent:
+                self.lose()
+                raise WorkerError(
+                    f"{name} has not answered for {SILENT_SECONDS:g} s: it is stopped, or its network is cut"
+                )
+            try:
+                ray.get(ref)
+            except ray.exceptions.RayError as error:
+                self.lose()
+                raise WorkerError(f"{name}: the process is gone ({_first_line(error)})") from error
+
+    def try_to_rest(self) -> list[Any]:
+        """Ask the processes to finish what they do, well or badly, and to forget all arrays."""
+        self._released.clear()
+        return self.call("rest")
+
     def lose(self) -> None:
         """Kill what is left of the processes; the arrays on them are gone."""
         self.is_lost = True
@@ -216,9 +277,12 @@ class MeshWorld:
         self.is_lost = True
         for actor in self.actors:
             ray.kill(actor)
+        for node, pid in zip(self._nodes, self._pids, strict=False):
+            _kill_there(node, pid)
         ray.util.remove_placement_group(self._group)
         if self._service is not None:
-            self._service.shutdown()
+            # It waits for processes that do not say goodbye any more.
+            threading.Thread(target=self._service.shutdown, daemon=True).start()
             self._service = None
 
     # ------------------------------------------------------------------------------------------------------- arrays
@@ -257,7 +321,7 @@ class MeshWorld:
         for position in holders.values():
             asked.setdefault(rank_of[array.where.devices[position]], []).append(position)
         refs = [self.actors[rank].fetch.remote(array.number, positions) for rank, positions in asked.items()]
-        answers = collected(refs, FETCHING_SECONDS, f"{self.name} to send an array")
+        answers = self.collected(refs, FETCHING_SECONDS, f"{self.name} to send an array")
         whole: np.ndarray[Any, Any] | None = None
         for positions, pieces in zip(asked.values(), answers, strict=True):
             for position, piece in zip(positions, pieces, strict=True):
@@ -271,7 +335,7 @@ class MeshWorld:
 
     def wait(self, array: DistributedArray) -> None:
         """Return when an array is there."""
-        collected(self.call("wait", array.number), FETCHING_SECONDS, f"{self.name} to compute an array")
+        self.collected(self.call("wait", array.number), FETCHING_SECONDS, f"{self.name} to compute an array")
 
     def release(self, number: int) -> None:
         """Remember to free an array; may be called by any thread, at any time."""
@@ -288,17 +352,23 @@ class MeshWorld:
 # ------------------------------------------------------------------------------------------------------ waiting
 
 
-def collected(refs: Sequence[Any], limit_seconds: float, what: str) -> list[Any]:
+def collected(
+    refs: Sequence[Any], limit_seconds: float, what: str, while_waiting: Callable[[], None] = lambda: None
+) -> list[Any]:
     """What calls return, in their order; the first that fails is raised at once, whatever the others still do.
 
+    ``while_waiting`` is called every :data:`PULSE_SECONDS` and may raise.
     Raises ``WorkerError``: a process died, raised, or did not answer within the limit.
     """
     import ray
 
     left, until = list(refs), time.monotonic() + limit_seconds
     while left:
-        ready, left = ray.wait(left, num_returns=1, timeout=max(0.0, until - time.monotonic()))
-        if not ready:
+        pause = min(PULSE_SECONDS, max(0.0, until - time.monotonic()))
+        ready, left = ray.wait(left, num_returns=1, timeout=pause)
+        if not ready and time.monotonic() < until:
+            while_waiting()
+        elif not ready:
             raise WorkerError(f"waited {limit_seconds:g} s for {what}; {len(left)} of {len(refs)} did not answer")
         for ref in ready:
             _checked(ref, what)
@@ -316,8 +386,11 @@ def _checked(ref: Any, what: str) -> None:
             raise cause from error
         raise WorkerError(f"while waiting for {what}: {type(cause).__name__}: {cause}{_advice(str(cause))}") from error
     except ray.exceptions.RayError as error:
-        first = str(error).strip().splitlines()[0]
-        raise WorkerError(f"while waiting for {what}: a process is gone ({type(error).__name__}: {first})") from error
+        raise WorkerError(f"while waiting for {what}: a process is gone ({_first_line(error)})") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
 
 
 def _advice(text: str) -> str:
@@ -327,6 +400,27 @@ def _advice(text: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------ starting
+
+
+def _kill_there(node: RayNode, pid: int) -> None:
+    """Kill a process on its node: Ray asks it to end itself, and one that is stopped does not hear that."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    strategy = NodeAffinitySchedulingStrategy(node_id=node.node_id, soft=False)
+    ray.remote(_kill).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy).remote(pid, MeshHost.__name__)
+
+
+def _kill(pid: int, of_actor: str) -> None:
+    """Kill a process if it is still an actor of ours: Ray's workers wear the actor's name."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        if of_actor in " ".join(process.cmdline()):
+            process.kill()
+    except psutil.NoSuchProcess:
+        return
 
 
 def _placement_group(nodes: Sequence[RayNode], devices: int, backend: Platform) -> Any:

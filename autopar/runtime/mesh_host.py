@@ -48,8 +48,8 @@ class MeshHost:
 
         return Versions(VERSION, jax.__version__, platform.python_version())
 
-    def join(self, world: Any) -> None:
-        """Become a process of a world; returns when all its processes have."""
+    def join(self, world: Any) -> int:
+        """Become a process of a world; returns this process's id when all its processes have."""
         import jax
 
         from autopar import _compat
@@ -69,6 +69,7 @@ class MeshHost:
             )
         self._devices = devices
         self._server: Any = None
+        return os.getpid()
 
     def serve(self) -> str:
         """The address at which other meshes pull arrays from this process."""
@@ -154,6 +155,25 @@ class MeshHost:
             self._finish_oldest()
         finished, self._finished = self._finished, {}
         return finished
+
+    def rest(self) -> None:
+        """After a failure elsewhere: wait for what was dispatched, whether it succeeds or not, and forget all arrays."""
+        import jax
+
+        while self._running:
+            _, _, marks = self._running.popleft()
+            try:
+                jax.block_until_ready(marks)
+            except RuntimeError:
+                continue  # it waited for what has failed
+        self._arrays.clear()
+        self._snapshots.clear()
+        self._finished.clear()
+        self._since = None
+
+    def pulse(self) -> int:
+        """A sign of life: the step that this process is in."""
+        return self._step
 
     def _finish_oldest(self) -> None:
         import jax
@@ -274,7 +294,12 @@ class MeshHost:
 
     def _array(self, number: int) -> Any:
         """An array that was made or given; raises what its step raised."""
-        if isinstance(array := self._arrays[number], Exception):
+        array = self._arrays.get(number)
+        if array is None:
+            from autopar.errors import WorkerError
+
+            raise WorkerError(f"{self._name} has no array {number} any more: it was given up after a failure elsewhere")
+        if isinstance(array, Exception):
             raise array
         return array
 

@@ -132,13 +132,13 @@ class RemoteExecutor:
         while self._pending:
             self._collect_oldest()
         refs = [ref for world in self.worlds for ref in world.call("finish")]
-        collected(refs, self._limit_seconds(), "the last steps")
+        self._fleet.collected(refs, self._limit_seconds(), "the last steps")
 
     def _collect_oldest(self) -> None:
         pending = self._pending[0]
         reports: list[StepReport]
         try:
-            reports = collected(pending.refs, self._limit_seconds(), f"step {pending.step}")
+            reports = self._fleet.collected(pending.refs, self._limit_seconds(), f"step {pending.step}")
         except WorkerError as error:
             raise WorkerError(f"{error}{self._suspects()}") from error
         self._pending.popleft()

@@ -1,0 +1,105 @@
+"""Runs that outlive their workers: whatever is killed or stopped, the losses are those of an undisturbed run, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import autopar
+from tests.ray_cases import batch_of, create, train_step
+
+make = partial(create, 0)
+STAGES = {"stages": 2, "num_microbatches": 2}
+
+
+def batches(step: int) -> Iterator[Any]:
+    while True:
+        yield batch_of(step)
+        step += 1
+
+
+def losses(run: autopar.Run) -> list[float]:
+    return [float(metrics["loss"]) for _, metrics in run]
+
+
+@pytest.fixture
+def step(cluster: autopar.Cluster) -> autopar.Parallelized:
+    return autopar.parallelize(train_step, cluster=cluster, **STAGES)
+
+
+def test_a_run_in_this_process(tmp_path: Path) -> None:
+    step = autopar.parallelize(train_step)
+    run = autopar.Run(step, make, batches, steps=5, checkpoints=autopar.Checkpoints(tmp_path, every_steps=2))
+    first = losses(run)
+    assert len(first) == 5
+    again = autopar.Run(step, make, batches, steps=8, checkpoints=autopar.Checkpoints(tmp_path))
+    assert losses(again) == losses(autopar.Run(step, make, batches, steps=8))[5:]
+
+
+def test_data_that_ends_ends_the_run() -> None:
+    run = autopar.Run(autopar.parallelize(train_step), make, lambda step: map(batch_of, range(step, 3)), steps=10)
+    assert len(losses(run)) == 3
+
+
+class Places:
+    """An iterator that knows its place, as those of grain do."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __next__(self) -> Any:
+        self.place += 1
+        return batch_of(self.place - 1)
+
+    def get_state(self) -> bytes:
+        return str(self.place).encode()
+
+    def set_state(self, state: bytes) -> None:
+        self.place = int(state)
+
+
+def test_an_iterator_goes_back_to_its_place(tmp_path: Path) -> None:
+    step = autopar.parallelize(train_step)
+    wanted = losses(autopar.Run(step, make, batches, steps=6))
+    first = losses(autopar.Run(step, make, Places(), steps=3, checkpoints=autopar.Checkpoints(tmp_path)))
+    second = losses(autopar.Run(step, make, Places(), steps=6, checkpoints=autopar.Checkpoints(tmp_path)))
+    assert first + second == wanted
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_losses_are_those_of_an_undisturbed_run(
+    step: autopar.Parallelized, tmp_path: Path, sign: signal.Signals
+) -> None:
+    wanted = losses(autopar.Run(step, make, batches, steps=14))
+    run = autopar.Run(step, make, batches, steps=14, checkpoints=autopar.Checkpoints(tmp_path, every_steps=3))
+    found, drawn = [], random.Random(0)
+    before = {one.pid for one in step.last.executor.fleet.status()}
+    for number, metrics in run:
+        found.append(float(metrics["loss"]))
+        if number == 6:
+            os.kill(drawn.choice(step.last.executor.fleet.status()).pid, sign)
+    np.testing.assert_array_equal(found, wanted)
+    assert len(run.restarts) == 1
+    after = {one.pid for one in step.last.executor.fleet.status()}
+    assert len(after & before) == len(before) - 1, "only the mesh that failed is built anew"
+
+
+def test_too_many_failures_name_the_checkpoints(step: autopar.Parallelized, tmp_path: Path) -> None:
+    checkpoints = autopar.Checkpoints(tmp_path, every_steps=2)
+    run = autopar.Run(step, make, batches, steps=30, checkpoints=checkpoints, max_restarts=0)
+
+    def go() -> None:
+        for number, _ in run:
+            if number == 4:
+                os.kill(step.last.executor.fleet.status()[0].pid, signal.SIGKILL)
+
+    with pytest.raises(autopar.WorkerError, match=rf"max_restarts=0.*{tmp_path}"):
+        go()
