@@ -1,4 +1,4 @@
-"""The command line: ``autopar verify-plan`` and ``autopar profile``.
+"""The command line: ``autopar verify-plan``, ``autopar profile`` and ``autopar status``.
 
 Exit codes: 0 all is well, 1 the compiled program is not what was predicted, 2 the input cannot be worked with.
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from autopar.cluster import Cluster
 
 OK, DIFFERENT, BAD_INPUT = 0, 1, 2
+MEBIBYTE = 1 << 20
 _CASE_HELP = "a function of no arguments that returns (train_step, args) or (train_step, args, kwargs)"
 
 
@@ -47,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     _add_verify(commands.add_parser("verify-plan", help="does a step compile to what its plan predicts?"))
     _add_profile(commands.add_parser("profile", help="measure the devices at hand for the cost model"))
+    _add_status(commands.add_parser("status", help="what runs on a Ray cluster: meshes, memory, step times"))
     return parser
 
 
@@ -261,3 +263,42 @@ def _of_the_user(what: str, call: Callable[[], Any]) -> Any:
     except Exception as error:
         traceback.print_exc()
         raise _InputError(f"{what} raised {type(error).__name__}: {error}") from error
+
+
+# -------------------------------------------------------------------------------------------------------------- status
+
+
+def _add_status(parser: argparse.ArgumentParser) -> None:
+    parser.description = "How the processes of the runs on a Ray cluster are."
+    parser.add_argument("--address", default="auto", help='of the cluster, as `ray.init` takes it (default: "auto")')
+    parser.set_defaults(command=_status)
+
+
+def _status(given: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from autopar.ray_hosts import connect
+    from autopar.runtime.fleet import statuses
+
+    connect(given.address, None, 1)
+    rows = statuses()
+    if not rows:
+        print("nothing of autopar runs there")
+        return OK
+    table = Table()
+    for title in ("run", "process", "pid", "memory MiB", "arrays MiB", "step", "step ms", "busy s"):
+        table.add_column(title, justify="left" if title in ("run", "process") else "right")
+    for run, one in rows:
+        sizes = (one.resident_bytes / MEBIBYTE, one.array_bytes / MEBIBYTE)
+        table.add_row(
+            run,
+            one.name,
+            str(one.pid),
+            *(f"{size:,.1f}" for size in sizes),
+            str(one.step),
+            f"{one.step_seconds * 1e3:,.1f}",
+            f"{one.busy_seconds:,.1f}",
+        )
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    return OK

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 import pytest
 
 import autopar
+from autopar.cli import main
 from autopar.runtime.mesh_host import MeshHost
 from tests.ray_cases import WIDTH, assert_equal, batch_of, create, train_step
 
@@ -120,3 +128,63 @@ def test_too_small_a_cluster_is_refused(local_ray: None) -> None:
 
 def test_a_worker_needs_no_jax_to_start() -> None:
     assert repr(MeshHost("mesh 1, host 2 (10.0.0.1)")) == "mesh 1, host 2 (10.0.0.1)"
+
+
+def test_status_is_told_to_other_programs(cluster: autopar.Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    step = autopar.parallelize(train_step, cluster=cluster)
+    state = step.init(partial(create, 0), batch_of(0))
+    for number in range(4):
+        state, metrics = step(state, batch_of(number))
+    float(metrics["loss"])
+    assert main(["status", "--address", "auto"]) == 0
+    said = capsys.readouterr().out
+    assert "host 2 (" in said
+    assert str(step.last.executor.fleet.status()[0].pid) in said
+
+
+def test_arguments_that_cannot_be_sent_are_refused_and_the_step_works_on(cluster: autopar.Cluster) -> None:
+    step = autopar.parallelize(train_step, cluster=cluster)
+    state = step.init(partial(create, 0), batch_of(0))
+    with pytest.raises(autopar.TraceError, match="batch"):
+        step(state, {"x": object(), "y": batch_of(0)["y"]})
+    step(state, batch_of(0))
+
+
+def driver(tmp_path: Path, more: str) -> Any:
+    """A driver in a process of its own, which says which processes its workers are and then does ``more``."""
+    script = tmp_path / "driver.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import time, autopar
+            from functools import partial
+            from tests.ray_cases import batch_of, create, train_step
+            cluster = autopar.Cluster.ray("auto", hosts=2, devices_per_host=1)
+            step = autopar.parallelize(train_step, cluster=cluster)
+            state = step.init(partial(create, 0), batch_of(0))
+            print("workers", *(one.pid for one in step.last_fleet().status()), flush=True)
+            """
+        ).replace("step.last_fleet()", "cluster.runs_on.running")
+        + more
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    return subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT], ids=["killed", "interrupted"])
+def test_workers_end_with_their_driver(local_ray: None, tmp_path: Path, sign: signal.Signals) -> None:
+    process = driver(tmp_path, "while True: state, _ = step(state, batch_of(0))")
+    try:
+        said = next((line for line in process.stdout if line.startswith("workers")), "")
+        time.sleep(0.5)
+    finally:
+        process.send_signal(sign)
+        _, complaint = process.communicate(timeout=60)
+    workers = [int(pid) for pid in said.split()[1:]]
+    assert len(workers) == 2, complaint
+    until = time.monotonic() + 30
+    while any(psutil.pid_exists(pid) for pid in workers) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert not any(psutil.pid_exists(pid) for pid in workers)

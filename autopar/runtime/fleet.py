@@ -43,6 +43,8 @@ PULSE_SECONDS = 2.0
 SILENT_SECONDS = 10.0
 RESTING_SECONDS = 15.0
 FETCHING_SECONDS = 600.0
+NAMESPACE = "autopar"
+"""Of the names of our actors in Ray."""
 _CONTROL, _ASIDE = "control", "aside"  # groups of calls that do not wait for the steps
 _TINY = 1e-3  # share of a node's resource that pins a bundle to it
 _SETTINGS = ("jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitionable", "jax_default_matmul_precision")
@@ -55,6 +57,7 @@ class Fleet:
     def __init__(self, hosts: RayHosts) -> None:
         self.hosts = hosts
         self.secret = secrets.token_bytes(16)
+        self.run = secrets.token_hex(4)
         self.epoch = 0
         self.numbers = itertools.count()
         self._worlds: dict[tuple[int, ...], MeshWorld] = {}
@@ -158,8 +161,9 @@ class MeshWorld:
         names = [f"{self.name}, host {host + 1} ({node.address})" for host, node in zip(by_host, nodes, strict=True)]
         self.host_names = names
         environment = _environment(backend, len(self._by_rank[0]))
+        identity = f"{fleet.run}.{next(fleet.numbers)}"
         self.actors = [
-            _actor(name, self._group, rank, len(self._by_rank[0]), backend, environment)
+            _actor((f"{identity}.{rank}", name), self._group, rank, len(self._by_rank[0]), backend, environment)
             for rank, name in enumerate(names)
         ]
 
@@ -444,7 +448,10 @@ def _await_group(group: Any, name: str, nodes: Sequence[RayNode]) -> None:
         )
 
 
-def _actor(name: str, group: Any, rank: int, devices: int, backend: Platform, environment: Mapping[str, str]) -> Any:
+def _actor(
+    names: tuple[str, str], group: Any, rank: int, devices: int, backend: Platform, environment: Mapping[str, str]
+) -> Any:
+    """The actor of one process; ``names`` are what Ray finds it by, and what its log says."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -453,10 +460,12 @@ def _actor(name: str, group: Any, rank: int, devices: int, backend: Platform, en
         "num_cpus": 0,
         "num_gpus": devices if backend is Platform.CUDA else 0,
         "scheduling_strategy": strategy,
+        "name": names[0],
+        "namespace": NAMESPACE,
         "runtime_env": {"env_vars": dict(environment)},
     }
     remote: Any = ray.remote
-    return remote(concurrency_groups={_CONTROL: 1, _ASIDE: 1})(MeshHost).options(**options).remote(name)
+    return remote(concurrency_groups={_CONTROL: 1, _ASIDE: 1})(MeshHost).options(**options).remote(names[1])
 
 
 def _environment(backend: Platform, devices: int) -> dict[str, str]:
@@ -490,6 +499,25 @@ def _free_port(address: str) -> int:
     with socket.socket() as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])
+
+
+def statuses() -> list[tuple[str, HostStatus]]:
+    """How the processes of all runs on the Ray cluster are that this process is connected to, each with its run."""
+    import ray
+
+    refs: dict[Any, str] = {}
+    for one in ray.util.list_named_actors(all_namespaces=True):
+        if one["namespace"] == NAMESPACE:
+            actor = ray.get_actor(one["name"], namespace=NAMESPACE)
+            refs[actor.status.options(concurrency_group=_CONTROL).remote()] = one["name"].split(".")[0]
+    ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=SILENT_SECONDS) if refs else ([], [])
+    found = []
+    for ref in ready:
+        try:
+            found.append((refs[ref], ray.get(ref)))
+        except ray.exceptions.RayError:
+            continue
+    return sorted(found, key=lambda pair: (pair[0], pair[1].name))
 
 
 def started_fleet(hosts: RayHosts) -> Fleet:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -33,6 +34,8 @@ class MeshHost:
         self._finished: dict[int, float] = {}
         self._step = -1
         self._since: float | None = None
+        self._step_seconds = 0.0
+        self._gauges: Any = None
 
     def __repr__(self) -> str:
         return self._name  # Ray writes it before every line of this process's log
@@ -69,6 +72,7 @@ class MeshHost:
             )
         self._devices = devices
         self._server: Any = None
+        self._gauges = _gauges(self._name)
         return os.getpid()
 
     def serve(self) -> str:
@@ -180,7 +184,9 @@ class MeshHost:
 
         step, since, marks = self._running.popleft()
         jax.block_until_ready(marks)
-        self._finished[step] = time.monotonic() - since
+        self._finished[step] = self._step_seconds = time.monotonic() - since
+        if self._gauges is not None:
+            self._gauges.set(self.status())
 
     def _given(self, loaded: Any, given: Sequence[Any]) -> list[Any]:
         times = Counter(one for one in given if isinstance(one, int))
@@ -319,7 +325,8 @@ class MeshHost:
             shard.data.nbytes for array in arrays for shard in array.addressable_shards if not array.is_deleted()
         )
         busy = 0.0 if self._since is None else time.monotonic() - self._since
-        return HostStatus(self._name, os.getpid(), psutil.Process().memory_info().rss, held, self._step, busy)
+        resident = psutil.Process().memory_info().rss
+        return HostStatus(self._name, os.getpid(), resident, held, self._step, busy, self._step_seconds)
 
     def _jax_mesh(self, mesh: Any, devices: tuple[int, ...], known: tuple[int, ...]) -> Any:
         """The JAX mesh over the cluster's devices ``devices``, where ``known`` are all those of this world, in order."""
@@ -327,3 +334,12 @@ class MeshHost:
 
         places = {device: place for place, device in enumerate(known)}
         return device_mesh(mesh, [self._devices[places[device]] for device in devices])
+
+
+def _gauges(name: str) -> Any:
+    """Where Ray's dashboard and Prometheus read how this process is; None in a process that is none of Ray's."""
+    if "ray" not in sys.modules:
+        return None
+    from autopar.runtime.gauges import Gauges
+
+    return Gauges(name)

@@ -95,3 +95,6 @@ class HostStatus:
     array_bytes: int
     step: int
     busy_seconds: float
+    """How long it has been dispatching the step; 0: it is not."""
+    step_seconds: float
+    """How long the last finished step took from its call to its end; 0: none has."""
