@@ -9,6 +9,7 @@ from autopar.explain import Explanation, explain
 from autopar.explain.verification import Verification
 from autopar.plan import Plan
 from autopar.runtime.distributed_array import DistributedArray
+from autopar.runtime.host_data import HostData
 from autopar.training import Run
 from autopar.verify import verify_plan
 from autopar.version import VERSION
@@ -24,6 +25,7 @@ __all__ = [
     "Compiled",
     "DistributedArray",
     "Explanation",
+    "HostData",
     "Parallelized",
     "Plan",
     "PlanError",

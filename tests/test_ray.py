@@ -18,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
+from jax.sharding import PartitionSpec
 
 import autopar
 from autopar.cli import main
 from autopar.runtime.mesh_host import MeshHost
-from tests.ray_cases import WIDTH, assert_equal, batch_of, create, train_step
+from tests.ray_cases import BATCH, WIDTH, assert_equal, batch_of, create, train_step
 
 PLANS = {
     "one mesh over two hosts": {"stages": 1},
@@ -188,3 +189,48 @@ def test_workers_end_with_their_driver(local_ray: None, tmp_path: Path, sign: si
     while any(psutil.pid_exists(pid) for pid in workers) and time.monotonic() < until:
         time.sleep(0.2)
     assert not any(psutil.pid_exists(pid) for pid in workers)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"constraints": {"batch**": PartitionSpec("data")}}, {"stages": 2, "num_microbatches": 2}],
+    ids=["mesh", "stages"],
+)
+def test_hosts_read_their_own_rows(cluster: autopar.Cluster, tmp_path: Path, options: dict[str, Any]) -> None:
+    def read(step: int, rows: slice) -> dict[str, np.ndarray]:
+        (tmp_path / f"{step}.{rows.start}.{rows.stop}.{os.getpid()}").touch()
+        return {name: leaf[rows] for name, leaf in _batch(step).items()}
+
+    data = autopar.HostData(read, batch_of(0))
+    step = autopar.parallelize(train_step, cluster=cluster, **options)
+    ours, theirs = (step.init(partial(create, 0), batch_of(0)) for _ in range(2))
+    for number in range(3):
+        ours, metrics = step(ours, data[number])
+        theirs, wanted = step(theirs, batch_of(number))
+        assert float(metrics["loss"]) == float(wanted["loss"])
+    said = [path.name.split(".") for path in tmp_path.iterdir()]
+    assert str(os.getpid()) not in {pid for *_, pid in said}, "the driver reads nothing"
+    assert all(int(stop) - int(start) < BATCH for _, start, stop, _ in said), "no host reads a whole batch"
+    assert {int(step) for step, *_ in said} == {0, 1, 2, 3}, "the next step's rows are read beforehand"
+
+
+_batch = batch_of  # sent to the hosts with the reader above
+
+
+def test_host_data_in_this_process() -> None:
+    with jax.enable_x64(True):
+        data = autopar.HostData(
+            lambda step, rows: {name: leaf[rows] for name, leaf in batch_of(step).items()}, batch_of(0)
+        )
+        step = autopar.parallelize(train_step, num_microbatches=2)
+        ours, _ = step(create(0), data[0])
+        theirs, _ = step(create(0), batch_of(0))
+        assert_equal(ours, theirs)
+
+
+def test_rows_of_another_number_are_refused() -> None:
+    data = autopar.HostData(lambda step, rows: batch_of(step), {name: leaf[:4] for name, leaf in batch_of(0).items()})
+    with pytest.raises(autopar.TraceError, match=r"give 2 leaves with 4 rows"):
+        data.leaves_of(0, slice(0, 4))
+    with pytest.raises(autopar.TraceError, match="same first dimension"):
+        autopar.HostData(lambda step, rows: None, {"a": np.ones(3), "b": np.ones(4)})

@@ -30,8 +30,9 @@ from autopar.cluster import Mesh, Platform
 from autopar.errors import AutoparError, ClusterError, InternalError, WorkerError
 from autopar.ray_hosts import RayHosts, RayNode
 from autopar.runtime.distributed_array import DistributedArray
+from autopar.runtime.host_data import HostLeaf
 from autopar.runtime.mesh_host import MeshHost
-from autopar.runtime.messages import HostPieces, HostStatus, Versions, Where, World
+from autopar.runtime.messages import HostPieces, HostRows, HostStatus, Versions, Where, World
 from autopar.runtime.pulled import Peers
 from autopar.schedule.cross_mesh import piece_box
 
@@ -155,6 +156,7 @@ class MeshWorld:
         self._warmed: set[Mesh] = set()
         self._service: Any = None
         self._pids: list[int] = []
+        self._readers: set[int] = set()
         nodes = [hosts.nodes[host] for host in by_host]
         self._nodes = nodes
         self._group = _placement_group(nodes, len(self._by_rank[0]), backend)
@@ -311,6 +313,25 @@ class MeshWorld:
             mine = set(own)
             ordered = tuple(of_device[device] for device in where.devices if device in mine)
             found.append(HostPieces(shape, ordered, key_impl))
+        return found
+
+    def rows(self, leaf: HostLeaf, row: int, where: Where) -> list[HostRows]:
+        """What each process reads of a leaf; ``row`` is the number of the microbatch, or -1 for the whole leaf."""
+        if leaf.data.token not in self._readers:
+            self._readers.add(leaf.data.token)
+            self.call("take_reader", leaf.data.token, leaf.data.read, leaf.data.num_leaves)
+        shape = leaf.shape if row < 0 else leaf.shape[1:]
+        placement = where.placement(len(shape))
+        of_device = {
+            device: leaf.part(row, piece_box(shape, placement, position))
+            for position, device in enumerate(where.devices)
+        }
+        dtype = _compat.dtype_name(leaf.dtype)
+        found = []
+        for own in self._by_rank:
+            mine = set(own)
+            parts = tuple(of_device[device] for device in where.devices if device in mine)
+            found.append(HostRows(leaf.data.token, leaf.step, leaf.leaf, shape, dtype, parts))
         return found
 
     def fetch(self, array: DistributedArray) -> np.ndarray[Any, Any]:

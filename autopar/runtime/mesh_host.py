@@ -30,6 +30,7 @@ class MeshHost:
         self._arrays: dict[int, Any] = {}
         self._loaded: dict[str, Any] = {}
         self._snapshots: dict[int, Any] = {}
+        self._readers: dict[int, Any] = {}
         self._running: deque[tuple[int, float, list[Any]]] = deque()
         self._finished: dict[int, float] = {}
         self._step = -1
@@ -133,7 +134,7 @@ class MeshHost:
 
     def step(self, order: Any) -> Any:
         """Dispatch one step."""
-        from autopar.runtime.messages import StepReport
+        from autopar.runtime.messages import HostRows, StepReport
 
         self._since, self._step = time.monotonic(), order.step
         self.free(order.released)
@@ -147,6 +148,8 @@ class MeshHost:
             self._arrays.update((order.first_result + k, error) for k in range(len(loaded.shipment.results)))
             raise
         self._arrays.update(enumerate(results, order.first_result))
+        for token, step in {(one.token, one.step) for one in order.given if isinstance(one, HostRows)}:
+            self._readers[token].step_is_over(step)
         self._running.append((order.step, self._since, loaded.marks(results)))
         finished, self._finished = self._finished, {}
         dispatch_seconds = time.monotonic() - self._since
@@ -189,11 +192,14 @@ class MeshHost:
             self._gauges.set(self.status())
 
     def _given(self, loaded: Any, given: Sequence[Any]) -> list[Any]:
+        from autopar.runtime.messages import HostRows
+
         times = Counter(one for one in given if isinstance(one, int))
         arrays = []
         for entry, one in zip(loaded.shipment.entries, given, strict=True):
             if not isinstance(one, int):
-                arrays.append(self._put(one, loaded.entry_sharding(entry)))
+                pieces = self._read_rows(one) if isinstance(one, HostRows) else one
+                arrays.append(self._put(pieces, loaded.entry_sharding(entry)))
                 continue
             array = self._array(one)
             if not array.sharding.is_equivalent_to(loaded.entry_sharding(entry), array.ndim):
@@ -214,6 +220,25 @@ class MeshHost:
 
         mesh = self._jax_mesh(where.mesh, where.devices, tuple(sorted(where.devices)))
         self._arrays[number] = self._put(pieces, stored_sharding(where.layout, mesh))
+
+    def take_reader(self, token: int, read: Any, leaves: int) -> None:
+        """Take a function of the user's that reads rows of batches."""
+        from autopar.runtime.row_reader import RowReader
+
+        self._readers[token] = RowReader(read, leaves)
+
+    def _read_rows(self, wanted: Any) -> Any:
+        import numpy as np
+
+        from autopar.runtime.messages import HostPieces
+
+        reader = self._readers[wanted.token]
+        found = {}
+        for part in dict.fromkeys(wanted.parts):
+            rows = np.concatenate([reader.rows(wanted.step, ends, wanted.leaf) for ends in part.ranges])
+            rest = tuple(slice(*ends) for ends in part.rest)
+            found[part] = np.asarray(rows[(slice(None), *rest)], dtype=wanted.dtype, order="C").reshape(part.shape)
+        return HostPieces(wanted.shape, tuple(found[part] for part in wanted.parts))
 
     def _put(self, pieces: Any, sharding: Any) -> Any:
         import jax

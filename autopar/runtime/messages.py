@@ -49,6 +49,30 @@ class HostPieces:
 
 
 @dataclass(frozen=True)
+class RowsPart:
+    """What one device gets of a leaf: ranges of rows, of each row a box of the other dimensions, in a shape of its own."""
+
+    ranges: tuple[tuple[int, int], ...]
+    rest: tuple[tuple[int, int], ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class HostRows:
+    """An array that one process reads for itself: for each of its devices the part of leaf ``leaf`` of a batch.
+
+    ``shape`` and ``dtype`` are those of the array of the step.
+    """
+
+    token: int
+    step: int
+    leaf: int
+    shape: tuple[int, ...]
+    dtype: str
+    parts: tuple[RowsPart, ...] = field(repr=False)
+
+
+@dataclass(frozen=True)
 class Where:
     """How an array is stored on a mesh: devices are the cluster's ids, row-major."""
 
@@ -71,7 +95,7 @@ class StepOrder:
 
     digest: str
     step: int
-    given: tuple[int | HostPieces, ...]
+    given: tuple[int | HostPieces | HostRows, ...]
     first_result: int
     released: tuple[int, ...] = ()
 

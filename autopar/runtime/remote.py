@@ -20,7 +20,8 @@ from autopar.cluster import Platform
 from autopar.errors import WorkerError
 from autopar.runtime.distributed_array import DistributedArray
 from autopar.runtime.fleet import COMPILING_SECONDS, Fleet, MeshWorld, collected
-from autopar.runtime.messages import HostPieces, StepOrder, StepReport, Where
+from autopar.runtime.host_data import HostLeaf
+from autopar.runtime.messages import HostPieces, HostRows, StepOrder, StepReport, Where
 from autopar.runtime.shipment import Entry, Output, Shipments
 
 RUN_AHEAD = 3
@@ -32,6 +33,9 @@ FIRST_STEP_SECONDS = 300.0
 HANGING_SHARE = 20.0
 HANGING_SECONDS = 30.0
 """A mesh hangs when a step takes so many times as long as the slowest before it, and so many seconds at least."""
+
+
+_Given = int | list[HostPieces] | list[HostRows]
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ class RemoteExecutor:
         while len(self._pending) >= RUN_AHEAD:
             self._collect_oldest()
         step = next(self._fleet.numbers)
-        orders: list[tuple[MeshWorld, int, list[tuple[int | HostPieces, ...]]]] = []
+        orders: list[tuple[MeshWorld, int, list[tuple[Any, ...]]]] = []
         for world, mesh, rows in zip(self.worlds, self._shipments.meshes, self._rows, strict=True):
             world.check()
             given = [self._given(leaves, entry, where, world) for entry, where in zip(mesh.entries, rows, strict=True)]
@@ -166,8 +170,10 @@ class RemoteExecutor:
 
     # ---------------------------------------------------------------------------------------- what goes in and comes out
 
-    def _given(self, leaves: Sequence[Any], entry: Entry, where: Where, world: MeshWorld) -> int | list[HostPieces]:
+    def _given(self, leaves: Sequence[Any], entry: Entry, where: Where, world: MeshWorld) -> _Given:
         leaf = leaves[entry.position]
+        if isinstance(leaf, HostLeaf):
+            return world.rows(leaf, entry.row, where)
         if isinstance(leaf, DistributedArray) and entry.row < 0:
             leaf.holder.check()
             same_devices = sorted(leaf.where.devices) == sorted(where.devices)
