@@ -28,6 +28,7 @@ from autopar.inter_op.assemble import Assembled, stages_of_leaves
 from autopar.inter_op.terms import BatchCoupling, MicrobatchRng, Terms
 from autopar.intra_op.search import Found
 from autopar.intra_op.why import Question, Why, why
+from autopar.kept_plans import kept_plan
 from autopar.methods import HAND_MADE, Method, method_of
 from autopar.on_ray import pipeline_on_ray, step_on_ray
 from autopar.options import ArgumentNames, Options, checked_cluster, read_options
@@ -381,10 +382,18 @@ class Parallelized:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], cluster: Cluster, method: str | Method | None
     ) -> tuple[Subjected, Plan]:
         """What runs for these arguments: the plan that was given to :meth:`use`, or one that is made for them."""
-        if self._in_use is None or method is not None:
-            return self._plan(args, kwargs, cluster, self._demands(method))[:2]
         platform = cluster.device.platform.value
         subject, plan = self._subject(args, kwargs, platform), self._in_use
+        if plan is None or method is not None:
+            demands = self._demands(method)
+            kept = (
+                None if cluster.runs_on is None else kept_plan(subject, cluster, (_hashable(demands), subject.wishes))
+            )
+            if kept is None or (plan := kept.read()) is None:
+                found, made, _ = self._plan(args, kwargs, cluster, demands)
+                if kept is not None:
+                    kept.write(made)
+                return found, made
         terms = self._options.demands.terms(plan.num_microbatches)
         _check_fits(plan, subject, terms, cluster)
         rewritten = as_loop if plan.is_pipeline else microbatched

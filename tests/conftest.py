@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["AUTOPAR_CACHE"] = "none"  # nor what an earlier run has left
 os.environ["RAY_AUTH_MODE"] = "disabled"  # the same in every process of Ray's
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["AUTOPAR_PROFILE"] = "none"  # what was measured on this machine is no part of a test

@@ -234,3 +234,22 @@ def test_rows_of_another_number_are_refused() -> None:
         data.leaves_of(0, slice(0, 4))
     with pytest.raises(autopar.TraceError, match="same first dimension"):
         autopar.HostData(lambda step, rows: None, {"a": np.ones(3), "b": np.ones(4)})
+
+
+def test_a_second_start_plans_and_compiles_nothing(
+    local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
+    kept = []
+    with jax.enable_x64(True):
+        for _ in range(2):
+            hosts = autopar.Cluster.ray(None, hosts=2, devices_per_host=1)
+            step = autopar.parallelize(train_step, cluster=hosts, stages=2, num_microbatches=2)
+            float(step(create(0), batch_of(0))[1]["loss"])
+            hosts.close()
+            kept.append(
+                {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if not path.name.endswith("-atime")}
+            )
+    assert kept[0] == kept[1]
+    assert {path.parts[0] for path in kept[0]} == {"plans", "executables"}
+    assert step.last_records()[2] is None, "the plan came from the disk"

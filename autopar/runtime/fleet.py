@@ -27,6 +27,7 @@ import numpy as np
 
 from autopar import _compat, version
 from autopar.cluster import Mesh, Platform
+from autopar.disk_cache import VARIABLE
 from autopar.errors import AutoparError, ClusterError, InternalError, WorkerError
 from autopar.ray_hosts import RayHosts, RayNode
 from autopar.runtime.distributed_array import DistributedArray
@@ -494,6 +495,7 @@ def _environment(backend: Platform, devices: int) -> dict[str, str]:
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICE_COUNT)]
     environment = {
         "XLA_FLAGS": " ".join(flags),
+        **{name: os.environ[name] for name in (VARIABLE,) if name in os.environ},
         # Where it is installed for the driver, on this machine or a shared disk; elsewhere the path means nothing.
         "PYTHONPATH": os.pathsep.join(
             [str(Path(version.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH", "")])]

@@ -57,9 +57,14 @@ class MeshHost:
         import jax
 
         from autopar import _compat
+        from autopar.disk_cache import cache_directory
 
         for name, value in world.settings.items():
             jax.config.update(name, value)
+        if (kept := cache_directory("executables")) is not None:
+            jax.config.update("jax_compilation_cache_dir", str(kept))
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+            jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         if world.platform == "cpu":
             jax.config.update("jax_num_cpu_devices", world.devices_per_process)
         if world.processes > 1:
