@@ -15,6 +15,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -31,7 +32,8 @@ class MeshHost:
         self._loaded: dict[str, Any] = {}
         self._snapshots: dict[int, Any] = {}
         self._readers: dict[int, Any] = {}
-        self._running: deque[tuple[int, float, list[Any]]] = deque()
+        self._running: deque[tuple[int, Future[float]]] = deque()
+        self._watcher = ThreadPoolExecutor(1, thread_name_prefix="autopar-done")
         self._finished: dict[int, float] = {}
         self._step = -1
         self._since: float | None = None
@@ -155,7 +157,8 @@ class MeshHost:
         self._arrays.update(enumerate(results, order.first_result))
         for token, step in {(one.token, one.step) for one in order.given if isinstance(one, HostRows)}:
             self._readers[token].step_is_over(step)
-        self._running.append((order.step, self._since, loaded.marks(results)))
+        done = self._watcher.submit(_seconds_until_ready, loaded.marks(results), self._since)
+        self._running.append((order.step, done))
         finished, self._finished = self._finished, {}
         dispatch_seconds = time.monotonic() - self._since
         self._since = None
@@ -170,14 +173,9 @@ class MeshHost:
 
     def rest(self) -> None:
         """After a failure elsewhere: wait for what was dispatched, whether it succeeds or not, and forget all arrays."""
-        import jax
-
         while self._running:
-            _, _, marks = self._running.popleft()
-            try:
-                jax.block_until_ready(marks)
-            except RuntimeError:
-                continue  # it waited for what has failed
+            _, done = self._running.popleft()
+            done.exception()  # it may have waited for what has failed
         self._arrays.clear()
         self._snapshots.clear()
         self._finished.clear()
@@ -188,11 +186,8 @@ class MeshHost:
         return self._step
 
     def _finish_oldest(self) -> None:
-        import jax
-
-        step, since, marks = self._running.popleft()
-        jax.block_until_ready(marks)
-        self._finished[step] = self._step_seconds = time.monotonic() - since
+        step, done = self._running.popleft()
+        self._finished[step] = self._step_seconds = done.result()
         if self._gauges is not None:
             self._gauges.set(self.status())
 
@@ -364,6 +359,14 @@ class MeshHost:
 
         places = {device: place for place, device in enumerate(known)}
         return device_mesh(mesh, [self._devices[places[device]] for device in devices])
+
+
+def _seconds_until_ready(marks: Any, since: float) -> float:
+    """How long after a moment some arrays were there; a thread of its own waits, so that nothing else counts."""
+    import jax
+
+    jax.block_until_ready(marks)
+    return time.monotonic() - since
 
 
 def _gauges(name: str) -> Any:
