@@ -131,13 +131,14 @@ class MeshHost:
         return [(key, program.as_text()) for key, program in self._loaded[digest].programs.items()]
 
     def memory(self, digest: str) -> list[tuple[Any, Any]]:
-        """XLA's account of the bytes on one device of every program, as a dictionary, with its key."""
-        names = ("argument", "output", "alias", "temp", "generated_code")
-        found = []
-        for key, program in self._loaded[digest].programs.items():
-            account = program.memory_analysis()
-            found.append((key, {f"{name}_size_in_bytes": getattr(account, f"{name}_size_in_bytes") for name in names}))
-        return found
+        """XLA's account of the bytes on one device of every program, with its key."""
+        import dataclasses
+
+        from autopar.runtime.messages import ProgramMemory
+
+        names = [one.name for one in dataclasses.fields(ProgramMemory)]
+        accounts = [(key, program.memory_analysis()) for key, program in self._loaded[digest].programs.items()]
+        return [(key, ProgramMemory(*(getattr(account, name) for name in names))) for key, account in accounts]
 
     def step(self, order: Any) -> Any:
         """Dispatch one step."""

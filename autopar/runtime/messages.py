@@ -110,6 +110,17 @@ class StepReport:
 
 
 @dataclass(frozen=True)
+class ProgramMemory:
+    """XLA's account of the bytes on one device of one program, by the names of ``compiled.memory_analysis()``."""
+
+    argument_size_in_bytes: int
+    output_size_in_bytes: int
+    alias_size_in_bytes: int
+    temp_size_in_bytes: int
+    generated_code_size_in_bytes: int
+
+
+@dataclass(frozen=True)
 class HostStatus:
     """How one process is: bytes in its memory and on its devices, the step it is in, and for how long."""
 

@@ -21,7 +21,8 @@ from autopar.errors import WorkerError
 from autopar.runtime.distributed_array import DistributedArray
 from autopar.runtime.fleet import COMPILING_SECONDS, Fleet, MeshWorld, collected
 from autopar.runtime.host_data import HostLeaf
-from autopar.runtime.messages import HostPieces, HostRows, StepOrder, StepReport, Where
+from autopar.runtime.interpreter import Key
+from autopar.runtime.messages import HostPieces, HostRows, ProgramMemory, StepOrder, StepReport, Where
 from autopar.runtime.shipment import Entry, Output, Shipments
 
 RUN_AHEAD = 3
@@ -60,6 +61,7 @@ class RemoteExecutor:
         started = time.monotonic()
         self._shipments = shipments
         self._in_avals = tuple(in_avals)
+        self._is_pipeline = len(shipments.meshes) > 1
         self._fleet = fleet
         self._backend = backend
         self._digests = [mesh.digest() for mesh in shipments.meshes]
@@ -208,15 +210,14 @@ class RemoteExecutor:
             rows += [f"// stage {stage}, {part.value} {segment}\n{text}" for (stage, part, segment), text in texts]
         return "\n".join(rows)
 
-    def memory_analysis(self) -> dict[Any, dict[str, int]]:
-        """XLA's own account of bytes on one device, for each executable."""
-        found: dict[Any, dict[str, int]] = {}
+    def memory_analysis(self) -> Any:
+        """XLA's own account of bytes on one device; of a pipeline that of each executable, by its key."""
+        found: dict[Key, ProgramMemory] = {}
         for world, digest in zip(self.worlds, self._digests, strict=True):
-            (pairs,) = collected(
-                [world.actors[0].memory.remote(digest)], COMPILING_SECONDS, f"the programs of {world.name}"
-            )
+            asked = world.actors[0].memory.remote(digest)
+            (pairs,) = collected([asked], COMPILING_SECONDS, f"the programs of {world.name}")
             found.update(pairs)
-        return found
+        return found if self._is_pipeline else next(iter(found.values()))
 
 
 def as_numpy(leaf: Any, dtype: Any) -> tuple[np.ndarray[Any, Any], str | None]:
