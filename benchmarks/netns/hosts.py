@@ -1,0 +1,249 @@
+"""Hosts that are network namespaces: each with an address, a hostname and a link of its own to a common switch.
+
+    host k    namespace ``<prefix>h<k>``: loopback, and ``eth0`` with the address ``<network>.<10 + k>``
+    switch    namespace ``<prefix>sw``: a bridge, to which every ``eth0`` is joined by a pair of virtual devices
+
+Token buckets at both ends of a pair limit its rate in either direction, so that links are full duplex, as real ones are.
+Nothing is made in the machine's own namespace, so no such cluster disturbs another, and addresses may be the same in all.
+
+Processes of a host see the machine's files, but its own ``/etc/hosts`` and hostname (gloo listens where the hostname leads to)
+and a folder that is another one on every host: :attr:`Hosts.own_folder`.  All hosts share the machine's cores and memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+_FIRST = 10  # last part of the first host's address
+_MTU_BYTES = 1500
+_BURST_SECONDS = 1e-3
+_LEAST_BURST_BYTES = 65536  # a packet before it is cut into frames
+_QUEUE = "50ms"
+_NAMES = "autopar"
+_MADE = re.compile(_NAMES + r"(?P<owner>\d+)(h\d+|sw)")
+_DYING_SECONDS = 5.0
+
+_ENTER = 'hostname "$1" && mount --bind "$2" /etc/hosts && mount --bind "$3" "$4" && shift 4 && exec "$@"'
+
+
+@dataclass(frozen=True)
+class Network:
+    """So many hosts, whose links carry ``mbit_per_second`` in either direction; 0: as fast as the machine can."""
+
+    hosts: int
+    mbit_per_second: int
+    prefix: str = ""
+    """Of the names of namespaces; if empty, one that says which process made them."""
+    network: str = "10.78.0"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that have left and have reached a host since it was made, frames and acknowledgements included."""
+
+    sent_bytes: int
+    received_bytes: int
+
+
+def why_not() -> str:
+    """Why this machine cannot have such hosts now; empty if it can."""
+    if os.geteuid() != 0:
+        return "namespaces of a network are made by root"
+    for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("unshare", "util-linux")):
+        if shutil.which(tool) is None:
+            return f"there is no `{tool}` (package {package})"
+    tried = subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False)
+    return "" if tried.returncode == 0 else f"no namespace can be made: {tried.stderr.decode().strip()}"
+
+
+class Hosts:
+    """Owns the namespaces and every process in them; a context manager.
+
+    What a process that was killed has left is removed by the next one that makes hosts.
+    """
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.prefix = network.prefix or f"{_NAMES}{os.getpid()}"
+        self._names = [f"{self.prefix}h{host}" for host in range(network.hosts)]
+        self._switch = f"{self.prefix}sw"
+        self._folder: Path | None = None
+
+    def __enter__(self) -> Hosts:
+        remove_abandoned()
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{self.prefix}-"))
+        try:
+            self._make()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill every process of the hosts and take them down."""
+        _remove([*self._names, self._switch])
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    # --------------------------------------------------------------------------------------------------- what is there
+
+    @property
+    def folder(self) -> Path:
+        """For files of this cluster; it is removed with it."""
+        assert self._folder is not None, "the hosts are not up"
+        return self._folder
+
+    @property
+    def own_folder(self) -> Path:
+        """A path under which every host keeps files that the others do not see."""
+        return self.folder / "own"
+
+    def name(self, host: int) -> str:
+        """The hostname, and the name of the namespace."""
+        return self._names[host]
+
+    def address(self, host: int) -> str:
+        """The only address but the loopback's."""
+        return f"{self.network.network}.{_FIRST + host}"
+
+    def traffic(self, host: int) -> Traffic:
+        """What has crossed its link."""
+        return traffic_of(self.name(host))
+
+    def processes(self) -> dict[int, list[int]]:
+        """The processes of every host."""
+        return {host: _processes(name) for host, name in enumerate(self._names)}
+
+    # ------------------------------------------------------------------------------------------------------ what to do
+
+    def command(self, host: int, command: Sequence[str]) -> list[str]:
+        """What to run so that the command runs on a host."""
+        name, own = self.name(host), str(self.own_folder)
+        inside = ["unshare", "--uts", "sh", "-c", _ENTER, "sh", name, str(self._etc_hosts), f"{own}{host}", own]
+        return ["ip", "netns", "exec", name, *inside, *command]
+
+    def start(
+        self, host: int, command: Sequence[str], environment: Mapping[str, str] | None = None, log: Path | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start a command on a host; its lines go to ``log``, or to where those of this process go."""
+        told = {**os.environ, **(environment or {})}
+        if log is None:
+            return subprocess.Popen(self.command(host, command), env=told, stdin=subprocess.DEVNULL)
+        with log.open("ab") as lines:
+            return subprocess.Popen(
+                self.command(host, command), env=told, stdin=subprocess.DEVNULL, stdout=lines, stderr=subprocess.STDOUT
+            )
+
+    def run(self, host: int, command: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
+        """Run a command on a host; its exit code."""
+        return self.start(host, command, environment).wait()
+
+    def set_rate(self, host: int, mbit_per_second: int) -> None:
+        """Give the link of a host another rate."""
+        for namespace, device in ((self.name(host), "eth0"), (self._switch, f"p{host}")):
+            if mbit_per_second:
+                burst = max(_LEAST_BURST_BYTES, int(mbit_per_second * 1e6 / 8 * _BURST_SECONDS))
+                shape = ["tbf", "rate", f"{mbit_per_second}mbit", "burst", str(burst), "latency", _QUEUE]
+                _call("ip", "netns", "exec", namespace, "tc", "qdisc", "replace", "dev", device, "root", *shape)
+
+    def set_link(self, host: int, *, up: bool) -> None:
+        """Pull the plug of a host, or put it in again."""
+        _call("ip", "-n", self._switch, "link", "set", f"p{host}", "up" if up else "down")
+
+    def kill(self, host: int, how: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to every process of a host."""
+        for process in _processes(self.name(host)):
+            _signal(process, how)
+
+    # ---------------------------------------------------------------------------------------------------------- making
+
+    @property
+    def _etc_hosts(self) -> Path:
+        return self.folder / "hosts"
+
+    def _make(self) -> None:
+        lines = [f"{self.address(host)} {name}" for host, name in enumerate(self._names)]
+        self._etc_hosts.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+        for host in ("", *range(self.network.hosts)):
+            Path(f"{self.own_folder}{host}").mkdir()
+        _call("ip", "netns", "add", self._switch)
+        _call("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
+        _call("ip", "-n", self._switch, "link", "set", "br0", "up")
+        for host, name in enumerate(self._names):
+            _call("ip", "netns", "add", name)
+            pair = ["type", "veth", "peer", "name", "eth0", "netns", name]
+            _call("ip", "-n", self._switch, "link", "add", f"p{host}", "mtu", str(_MTU_BYTES), *pair)
+            _call("ip", "-n", self._switch, "link", "set", f"p{host}", "master", "br0", "up")
+            # With the loopback's own 65536 jax 0.10 waits for delayed acknowledgements, 44 ms a message.
+            _call("ip", "-n", name, "link", "set", "lo", "mtu", str(_MTU_BYTES), "up")
+            _call("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
+            _call("ip", "-n", name, "link", "set", "eth0", "mtu", str(_MTU_BYTES), "up")
+            # It leads nowhere: programs find their own address by asking which one they would reach the internet from.
+            _call("ip", "-n", name, "route", "add", "default", "dev", "eth0", "src", self.address(host))
+            self.set_rate(host, self.network.mbit_per_second)
+
+
+def traffic_of(namespace: str) -> Traffic:
+    """What has crossed the link of a host; any process of root may ask, in whatever namespace it is."""
+    said = json.loads(_call("ip", "-n", namespace, "-json", "-statistics", "link", "show", "dev", "eth0"))
+    found = said[0]["stats64"]
+    return Traffic(found["tx"]["bytes"], found["rx"]["bytes"])
+
+
+def remove_abandoned() -> None:
+    """Take down the hosts of processes that are no more."""
+    for namespace in _namespaces():
+        made = _MADE.fullmatch(namespace)
+        if made and not Path("/proc", made["owner"]).exists():
+            _remove([namespace])
+
+
+def _remove(namespaces: Sequence[str]) -> None:
+    there = [namespace for namespace in namespaces if namespace in _namespaces()]
+    until = time.monotonic() + _DYING_SECONDS
+    while left := [process for namespace in there for process in _processes(namespace)]:
+        for process in left:
+            _signal(process, signal.SIGKILL)
+        if time.monotonic() > until:
+            break
+        time.sleep(0.05)
+    for namespace in there:
+        _call("ip", "netns", "delete", namespace)
+
+
+def _namespaces() -> list[str]:
+    return [line.split()[0] for line in _call("ip", "netns", "list").splitlines() if line.strip()]
+
+
+def _processes(namespace: str) -> list[int]:
+    found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False)
+    return [int(word) for word in found.stdout.split()]
+
+
+def _signal(process: int, how: signal.Signals) -> None:
+    try:
+        os.kill(process, how)
+    except ProcessLookupError:
+        pass  # it has ended meanwhile
+
+
+def _call(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
+    return done.stdout
