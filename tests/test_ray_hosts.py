@@ -1,0 +1,103 @@
+"""Steps on emulated hosts, each with an address and a link of its own: the numbers of ``jax.jit`` and of the runtime in process.
+
+What a single machine hides shows here: to which address a process binds, what a hostname leads to, who can reach whom.
+Needs root and iproute2; see :mod:`benchmarks.netns`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.netns import Hosts, Network, RayNodes, why_not
+from tests.on_hosts import DEVICES_PER_HOST
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"no hosts can be emulated: {why_not()}")
+
+MBIT = 1000
+ROOT = Path(__file__).parents[1]
+
+PLACES: dict[str, list[list[int]]] = {
+    "1 stage on 1 host": [[0, 1]],
+    "1 stage on 2 hosts": [[0, 1, 2, 3]],
+    "1 stage on 4 hosts": [list(range(8))],
+    "2 stages on 1 host each": [[0, 1], [2, 3]],
+    "2 stages on 2 hosts each": [[0, 1, 2, 3], [4, 5, 6, 7]],
+    "3 stages on 1 host each": [[0, 1], [2, 3], [4, 5]],
+    "3 stages on 1 and 2 hosts": [[0, 1], [2, 3, 4, 5], [6, 7]],
+    "4 stages on 1 host each": [[0, 1], [2, 3], [4, 5], [6, 7]],
+    "4 stages on 2 hosts each": [[0, 2], [1, 3], [4, 6], [5, 7]],
+}
+"""Devices of the stages; host k has the devices 2k and 2k + 1."""
+
+
+def run_cases(nodes: RayNodes, cases: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What the driver says of every case."""
+    told, said = folder / "cases.json", folder / "said.json"
+    told.write_text(json.dumps(cases))
+    environment = {"PYTHONPATH": str(ROOT)}
+    code = nodes.run([sys.executable, "-m", "tests.on_hosts", str(told), str(said)], environment)
+    found: dict[str, Any] = json.loads(said.read_text()) if said.exists() else {}
+    assert code == 0, f"the driver ended with {code} after {list(found)}"
+    return found
+
+
+def test_meshes_of_two_hosts(tmp_path: Path) -> None:
+    options = {"stages": [[0, 2], [1, 3]], "num_microbatches": 2, "schedule": "1f1b"}
+    with RayNodes(Network(2, MBIT)) as nodes:
+        found = run_cases(nodes, {"mlp": {"model": "mlp_nnx", "options": options}}, tmp_path)
+        before = [nodes.hosts.traffic(host).sent_bytes for host in (0, 1)]
+    assert found == {"mlp": {}}
+    assert all(sent > 100_000 for sent in before)
+
+
+def test_nothing_is_left_behind() -> None:
+    hosts = Hosts(Network(2, MBIT))
+    with hosts:
+        sleeper = hosts.start(1, ["sleep", "600"])
+        folder, name = hosts.folder, hosts.name(1)
+        assert sleeper.poll() is None
+    assert sleeper.wait(timeout=5) != 0
+    assert not folder.exists()
+    assert name not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+
+
+def test_what_a_killed_process_left_is_removed() -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    lost = Hosts(Network(1, MBIT, prefix=f"autopar{ended.pid}"))
+    lost.__enter__()
+    assert not Path(f"/proc/{ended.pid}").exists()
+    with Hosts(Network(1, MBIT)):
+        listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert f"autopar{ended.pid}h0" not in listed.split()
+    assert f"autopar{os.getpid()}h0" in listed.split()
+
+
+@pytest.fixture(scope="module")
+def four_hosts() -> Iterator[RayNodes]:
+    with RayNodes(Network(4, MBIT)) as nodes:
+        yield nodes
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("name", ["gpt", "moe", "unet"])
+@pytest.mark.parametrize("places", PLACES)
+def test_every_plan_on_four_hosts(four_hosts: RayNodes, places: str, name: str, tmp_path: Path) -> None:
+    stages = PLACES[places]
+    assert max(map(max, stages)) < 4 * DEVICES_PER_HOST
+    cases = {}
+    for schedule in ("gpipe", "1f1b", "eager_1f1b") if len(stages) > 1 else (None,):
+        options: dict[str, Any] = {"stages": stages, "num_microbatches": 4 if len(stages) > 1 else 1}
+        if schedule is not None:
+            options["schedule"] = schedule
+        cases[f"{places}, {schedule or 'one mesh'}"] = {"model": name, "options": options}
+    assert run_cases(four_hosts, cases, tmp_path) == dict.fromkeys(cases, {})
