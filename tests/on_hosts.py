@@ -1,6 +1,6 @@
 """The driver of :mod:`tests.test_ray_hosts`, run on the first of its hosts: ``python -m tests.on_hosts CASES.json SAID.json``.
 
-A case is a model and the options of :func:`autopar.parallelize`.  It is run on the hosts, by the same plan in this process, and
+A case is a model, the options of :func:`autopar.parallelize`, and on how many hosts (all, if not said).  It is run on the hosts, by the same plan in this process, and
 under ``jax.jit``; what is said of it are the leaves in which they differ.
 """
 
@@ -25,15 +25,19 @@ def main() -> None:
 
     cases, said = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     ray.init(address="auto", log_to_driver=False)
-    cluster = Cluster.ray("auto", devices_per_host=DEVICES_PER_HOST)
     found = {}
+    clusters: dict[int | None, Cluster] = {}
     try:
         for name, case in cases.items():
-            found[name] = differences(cluster, case["model"], case["options"])
+            hosts = case.get("hosts")
+            if hosts not in clusters:
+                clusters[hosts] = Cluster.ray("auto", hosts=hosts, devices_per_host=DEVICES_PER_HOST)
+            found[name] = differences(clusters[hosts], case["model"], case["options"])
             said.write_text(json.dumps(found))
             print(name, found[name] or "as under jax.jit", flush=True)
     finally:
-        cluster.close()
+        for cluster in clusters.values():
+            cluster.close()
 
 
 def differences(cluster: Cluster, name: str, options: dict[str, Any]) -> dict[str, str]:

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from benchmarks.netns import Hosts, Network, RayNodes, why_not
-from tests.on_hosts import DEVICES_PER_HOST
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"no hosts can be emulated: {why_not()}")
@@ -26,9 +25,6 @@ MBIT = 1000
 ROOT = Path(__file__).parents[1]
 
 PLACES: dict[str, list[list[int]]] = {
-    "1 stage on 1 host": [[0, 1]],
-    "1 stage on 2 hosts": [[0, 1, 2, 3]],
-    "1 stage on 4 hosts": [list(range(8))],
     "2 stages on 1 host each": [[0, 1], [2, 3]],
     "2 stages on 2 hosts each": [[0, 1, 2, 3], [4, 5, 6, 7]],
     "3 stages on 1 host each": [[0, 1], [2, 3], [4, 5]],
@@ -37,6 +33,8 @@ PLACES: dict[str, list[list[int]]] = {
     "4 stages on 2 hosts each": [[0, 2], [1, 3], [4, 6], [5, 7]],
 }
 """Devices of the stages; host k has the devices 2k and 2k + 1."""
+MODELS = ("gpt", "moe", "unet")
+SCHEDULES = ("gpipe", "1f1b", "eager_1f1b")
 
 
 def run_cases(nodes: RayNodes, cases: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -89,15 +87,25 @@ def four_hosts() -> Iterator[RayNodes]:
 
 
 @pytest.mark.verify
-@pytest.mark.parametrize("name", ["gpt", "moe", "unet"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("hosts", [1, 2, 4])
+def test_one_mesh(four_hosts: RayNodes, hosts: int, name: str, tmp_path: Path) -> None:
+    cases = {
+        method: {"model": name, "hosts": hosts, "options": {"stages": 1, "method": method}}
+        for method in ("auto", "data_parallel", "zero3")
+    }
+    assert run_cases(four_hosts, cases, tmp_path) == dict.fromkeys(cases, {})
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("places", PLACES)
-def test_every_plan_on_four_hosts(four_hosts: RayNodes, places: str, name: str, tmp_path: Path) -> None:
-    stages = PLACES[places]
-    assert max(map(max, stages)) < 4 * DEVICES_PER_HOST
-    cases = {}
-    for schedule in ("gpipe", "1f1b", "eager_1f1b") if len(stages) > 1 else (None,):
-        options: dict[str, Any] = {"stages": stages, "num_microbatches": 4 if len(stages) > 1 else 1}
-        if schedule is not None:
-            options["schedule"] = schedule
-        cases[f"{places}, {schedule or 'one mesh'}"] = {"model": name, "options": options}
+def test_pipelines(four_hosts: RayNodes, places: str, name: str, tmp_path: Path) -> None:
+    cases = {
+        schedule: {
+            "model": name,
+            "options": {"stages": PLACES[places], "num_microbatches": 4, "schedule": schedule},
+        }
+        for schedule in SCHEDULES
+    }
     assert run_cases(four_hosts, cases, tmp_path) == dict.fromkeys(cases, {})

@@ -59,7 +59,7 @@ def leaves_by_path(tree: Any) -> dict[str, np.ndarray]:
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
+            leaf = jax.random.key_data(jax.numpy.asarray(leaf))  # of a DistributedArray JAX knows no other way
         found[jax.tree_util.keystr(path)] = np.asarray(leaf)
     return found
 

@@ -35,7 +35,7 @@ from functools import cached_property
 from autopar.cluster import Cluster, Link, Mesh
 from autopar.errors import PlanError
 from autopar.plan import Layout
-from autopar.schedule.reshard import Move, divides, layouts_of, local_shape, moves_between, shares
+from autopar.schedule.reshard import Move, MoveKind, divides, layouts_of, local_shape, moves_between, shares
 
 Box = tuple[tuple[int, int], ...]
 """Start and stop in every dimension of the whole array."""
@@ -118,8 +118,16 @@ class CrossMeshTransfer:
 
     @property
     def moves(self) -> tuple[Move, ...]:
-        """What is left to do on the target mesh, from ``landing`` to the target layout."""
-        return moves_between(self.shape, self.landing, self.target.layout, self.target.mesh)
+        """What is left to do on the target mesh, from ``landing`` to the target layout.
+
+        Gathers of different dimensions may come in any order.  Those over far neighbours come first, while pieces are small:
+        the other way round every device of a host would fetch from far what its neighbour fetches too.
+        """
+        mesh = self.target.mesh
+        moves = moves_between(self.shape, self.landing, self.target.layout, mesh)
+        if any(move.kind is not MoveKind.ALL_GATHER for move in moves) or len({m.dim for m in moves}) < len(moves):
+            return moves
+        return tuple(sorted(moves, key=lambda move: -max(mesh.stride(axis) for axis in move.axes)))
 
     @property
     def array_bytes(self) -> int:
