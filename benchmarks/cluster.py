@@ -1,0 +1,284 @@
+"""Is the plan that is chosen the quickest on a real network: quicker than experts' plans, and than plain JAX?
+
+    python -m benchmarks.cluster [--models gpt moe …] [--mbit 1000 200] [--steps 10]        (as root, on Linux with iproute2)
+
+Four emulated hosts (:mod:`benchmarks.netns`) with two virtual devices each.  All devices share the machine's cores, as the planner
+is told; links have the rate that is asked for, and the α and β that a plain program measures on them first.
+
+    auto, …            :func:`autopar.parallelize` by every method, on Ray
+    plain jit, data    ``jax.jit`` with ``NamedSharding`` in one ``jax.distributed`` world, nothing of ours: data parallel
+    plain jit, full    the same with every leaf of the state cut over all devices
+
+A step's seconds are those from loss to loss; the median counts.  Of methods that find the same plan one is run.  tau and regret
+as in :mod:`benchmarks.ranking`, over autopar's plans.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from rich.console import Console
+from rich.table import Table
+
+from autopar.cluster import Cluster, Link
+from autopar.errors import AutoparError
+from autopar.plan import Plan
+from benchmarks.netns import Hosts, Network, RayNodes, why_not
+from benchmarks.netns.cases import CASES, LARGER, model_of
+from benchmarks.ranking import tau_text, verdict
+
+HOSTS, DEVICES = 4, 2
+METHODS = ("auto", "data_parallel", "zero2", "zero3", "tensor_parallel", "inter_op")
+PLAIN = {"data": "plain jit, data", "full": "plain jit, full"}
+WARM_STEPS = 3
+WORST_WANTED, PLAIN_WANTED = 1.05, 2.0
+_PORT = 7700
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to run a model; ``predicted_seconds`` is nan for plain JAX."""
+
+    model: str
+    mbit: int
+    name: str
+    what: str
+    predicted_seconds: float
+    clock_seconds: float
+    last_loss: float
+
+
+# ------------------------------------------------------------------------------------------------------ on a host
+
+
+def drive(hosts: Hosts, model_name: str, rates: Sequence[int], links: Mapping[str, Any], steps: int) -> list[Row]:
+    """Every method at every rate, from a process on the first host."""
+    import autopar
+
+    model = model_of(model_name)
+    found = Cluster.ray("auto", devices_per_host=DEVICES)
+    rows: list[Row] = []
+    by_plan: dict[str, list[tuple[int, str, Plan]]] = {}
+    step = autopar.parallelize(model.train_step)
+    for mbit in rates:
+        cluster = described(found, links[str(mbit)])
+        for method in METHODS:
+            started = time.monotonic()
+            try:
+                plan = step.plan(model.abstract_state(), model.abstract_batch(), cluster=cluster, method=method)
+            except AutoparError as error:
+                print(f"{method} at {mbit} Mbit/s: {error}", flush=True)
+                continue
+            print(f"{mbit} Mbit/s, {time.monotonic() - started:.0f} s: {plan.summary()}", flush=True)
+            by_plan.setdefault(_content(plan), []).append((mbit, method, plan))
+    for same in by_plan.values():
+        plan = same[0][2]
+        own_rates = list(dict.fromkeys(mbit for mbit, _, _ in same))
+        cluster = described(found, links[str(own_rates[0])])
+        try:
+            clocks, losses = timed(model, cluster, plan, hosts, own_rates, steps)
+        except AutoparError as error:
+            print(f"{plan.summary()}: {error}", flush=True)
+            continue
+        for mbit, method, known in same:
+            row = Row(model_name, mbit, method, _short(plan), known.step_seconds, clocks[mbit], losses[mbit])
+            print(row, flush=True)
+            rows.append(row)
+    found.close()
+    return rows
+
+
+def described(found: Cluster, links: Mapping[str, Sequence[float]]) -> Cluster:
+    """The cluster with links as measured; all devices share the cores of this machine."""
+    return found.replace(
+        compute_shared_by=HOSTS * DEVICES,
+        network_link=Link(*links["network"], DEVICES, "measured by a plain program"),
+        local_link=Link(*links["local"], 1, "measured by a plain program"),
+    )
+
+
+def _content(plan: Plan) -> str:
+    return repr((plan.stages, plan.num_microbatches, plan.schedule, plan.cuts))
+
+
+def _short(plan: Plan) -> str:
+    meshes = " | ".join("×".join(map(str, stage.mesh.axis_sizes)) for stage in plan.stages)
+    if not plan.is_pipeline:
+        return meshes
+    return f"{meshes}, N={plan.num_microbatches}, {plan.schedule.value}"
+
+
+def timed(
+    model: Any, cluster: Cluster, plan: Plan, hosts: Hosts, rates: Sequence[int], steps: int
+) -> tuple[dict[int, float], dict[int, float]]:
+    """Median seconds of a step, and the last loss, by rate."""
+    import autopar
+
+    set_rates(hosts, max(rates))
+    step = autopar.parallelize(model.train_step, cluster=cluster)
+    step.use(plan)
+    started = time.monotonic()
+    batch = model.make_batch(model.batch_size)
+    state = step.init(model.make_state, model.abstract_batch())
+    clocks, losses = {}, {}
+    for mbit in rates:
+        set_rates(hosts, mbit)
+        times, last = [], 0.0
+        for number in range(WARM_STEPS + steps):
+            began = time.perf_counter()
+            state, metrics = step(state, batch)
+            last = float(metrics["loss"])
+            if number >= WARM_STEPS:
+                times.append(time.perf_counter() - began)
+            elif number == 0:
+                print(f"  first step after {time.monotonic() - started:.0f} s", flush=True)
+        clocks[mbit], losses[mbit] = statistics.median(times), last
+        print(f"  {mbit} Mbit/s: " + " ".join(f"{one * 1e3:.0f}" for one in times), flush=True)
+    return clocks, losses
+
+
+def set_rates(hosts: Hosts, mbit: int) -> None:
+    """Every link."""
+    for host in range(HOSTS):
+        hosts.set_rate(host, mbit)
+
+
+# ------------------------------------------------------------------------------------------------------ plain JAX
+
+
+class Plain:
+    """Owns nothing: runs :mod:`benchmarks.netns.plain` on all hosts, one world after the other."""
+
+    def __init__(self, nodes: RayNodes) -> None:
+        self._nodes = nodes
+        self._port = _PORT
+
+    def run(self, *what: str) -> Any:
+        """What the first process says."""
+        hosts, said = self._nodes.hosts, self._nodes.hosts.folder / "plain.json"
+        said.unlink(missing_ok=True)
+        self._port += 1
+        environment = {"JAX_PLATFORMS": "cpu", "NPROC": str(max(4, 2 * DEVICES)), "PYTHONPATH": _root(), "XLA_FLAGS": ""}
+        command = [sys.executable, "-m", "benchmarks.netns.plain", what[0], str(said), *what[1:]]
+        command += ["--coordinator", f"{hosts.address(0)}:{self._port}", "--hosts", str(HOSTS), "--devices", str(DEVICES)]
+        logs = [hosts.folder / f"plain{host}.log" for host in range(HOSTS)]
+        started = [
+            hosts.start(host, [*command, "--rank", str(host)], environment, log) for host, log in enumerate(logs)
+        ]
+        if any([process.wait() for process in started]):
+            raise SystemExit("\n".join(log.read_text(errors="replace")[-1500:] for log in logs))
+        return json.loads(said.read_text())
+
+
+def _root() -> str:
+    return str(Path(__file__).parents[1])
+
+
+# ---------------------------------------------------------------------------------------------------------- report
+
+
+def table(title: str, rows: Sequence[Row]) -> Table:
+    """One model at one rate, the quickest first."""
+    made = Table(title=title)
+    for column in ("", "meshes of the stages"):
+        made.add_column(column)
+    for column in ("predicted ms", "clock ms", "off by", "to the quickest"):
+        made.add_column(column, justify="right")
+    best = min(row.clock_seconds for row in rows)
+    for row in sorted(rows, key=lambda row: row.clock_seconds):
+        said = row.predicted_seconds
+        cells = [f"{said * 1e3:.0f}", f"{row.clock_seconds * 1e3:.0f}", f"×{said / row.clock_seconds:.2f}"]
+        if said != said:
+            cells[0] = cells[2] = ""
+        made.add_row(row.name, row.what, *cells, f"×{row.clock_seconds / best:.2f}", style="bold" if row.name == "auto" else "")
+    return made
+
+
+def judged(rows: Sequence[Row]) -> str:
+    """One line: auto against the others, and how well predictions rank."""
+    clocks = {row.name: row.clock_seconds for row in rows}
+    auto = clocks.pop("auto")
+    best = min(clocks, key=lambda name: clocks[name])
+    ours = [row for row in rows if row.name not in PLAIN.values()]
+    ranks = verdict([row.predicted_seconds for row in ours], [row.clock_seconds for row in ours])
+    beats = ", ".join(f"{clocks[name] / auto:.2f}× as fast as {name}" for name in PLAIN.values() if name in clocks)
+    return (
+        f"{rows[0].model} at {rows[0].mbit} Mbit/s: auto / best other ({best}) {auto / clocks[best]:.3f}; {beats}; "
+        f"tau {tau_text(ranks.tau)}, regret {ranks.regret:.3f}"
+    )
+
+
+def main() -> None:
+    """Bring hosts up, measure links, run everything, print tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--mbit", type=int, nargs="+", default=[1000, 200])
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rows", type=Path, help="write all figures to this file")
+    parser.add_argument("--inside", nargs=3, metavar=("PREFIX", "LINKS", "SAID"), help=argparse.SUPPRESS)
+    told = parser.parse_args()
+    if told.inside is not None:
+        prefix, links, said = told.inside
+        hosts = Hosts(Network(HOSTS, 0, prefix=prefix))
+        rows = drive(hosts, told.models[0], told.mbit, json.loads(Path(links).read_text()), told.steps)
+        Path(said).write_text(json.dumps([asdict(row) for row in rows]))
+        return
+    if reason := why_not():
+        print(f"no hosts can be emulated here: {reason}")
+        return
+    console = Console(width=150)
+    rows = measured(told.models, told.mbit, told.steps)
+    if told.rows is not None:
+        told.rows.write_text(json.dumps([asdict(row) for row in rows]))
+    groups = [[row for row in rows if (row.model, row.mbit) == pair] for pair in dict.fromkeys((r.model, r.mbit) for r in rows)]
+    for group in groups:
+        console.print(table(f"{group[0].model}, {group[0].mbit} Mbit/s", group))
+    for group in groups:
+        console.print(judged(group))
+    console.print(
+        f"wanted: auto / best other ≤ {WORST_WANTED}; at least {PLAIN_WANTED:g}× as fast as plain jit on {', '.join(LARGER)}"
+    )
+
+
+def measured(models: Sequence[str], rates: Sequence[int], steps: int) -> list[Row]:
+    """All models, one after the other, on one cluster."""
+    rows: list[Row] = []
+    with RayNodes(Network(HOSTS, max(rates))) as nodes, tempfile.TemporaryDirectory() as folder:
+        plain = Plain(nodes)
+        links = {}
+        for mbit in rates:
+            set_rates(nodes.hosts, mbit)
+            links[mbit] = plain.run("links")
+            print(f"links of {mbit} Mbit/s: {links[mbit]}", flush=True)
+        told, said = Path(folder) / "links.json", Path(folder) / "said.json"
+        told.write_text(json.dumps(links))
+        for name in models:
+            for mbit in rates:
+                set_rates(nodes.hosts, mbit)
+                for what, label in PLAIN.items():
+                    one = plain.run(what, "--model", name, "--steps", str(WARM_STEPS + steps))
+                    clock = statistics.median(one["seconds"][WARM_STEPS:])
+                    rows.append(Row(name, mbit, label, f"{HOSTS * DEVICES}", float("nan"), clock, one["losses"][-1]))
+                    print(rows[-1], flush=True)
+            command = [sys.executable, "-m", "benchmarks.cluster", "--models", name, "--steps", str(steps)]
+            command += ["--mbit", *map(str, rates), "--inside", nodes.hosts.prefix, str(told), str(said)]
+            if nodes.run(command, {"PYTHONPATH": _root()}):
+                raise SystemExit(1)
+            rows += [Row(**row) for row in json.loads(said.read_text())]
+    return rows
+
+
+if __name__ == "__main__":
+    main()
