@@ -433,12 +433,14 @@ class _Reader:
         name = "layouts" if table is self._layouts else "strategies"
         if entry >= len(table):
             raise self._error(place, f"{entry} is no place in $.plan.{name}, which has {len(table)} entries")
-        found = table[entry]
+        found, here, used_at = table[entry], f"$.plan.{name}[{entry}]", f", used at {place}"
         if isinstance(found, Layout):
             groups = {f"dims[{dim}]": axes for dim, axes in enumerate(found.dims)} | {"partial": found.partial}
-        else:
-            groups = {f"factors[{f}]": axes for f, axes in enumerate(found.factors)} | {"passing": found.passing}
-        self._check_axes(f"$.plan.{name}[{entry}]", groups, meshes, f", used at {place}")
+            self._check_axes(here, groups, meshes, used_at)
+            return
+        # A barrier cuts each of its operands for itself; that nothing else does is checked where operators are known.
+        for number, axes in enumerate(found.factors):
+            self._check_axes(here, {f"factors[{number}]": axes, "passing": found.passing}, meshes, used_at)
 
     def _check_axes(self, place: str, groups: Mapping[str, Axes], meshes: tuple[Mesh, ...], used_at: str = "") -> None:
         """Every axis is one of a mesh and is used once, and each group stands in mesh order."""

@@ -247,6 +247,19 @@ def test_plan_of_a_real_program(tmp_path: Path) -> None:
     assert path.stat().st_size < 50_000
 
 
+def test_plan_of_a_rematerialised_program(tmp_path: Path) -> None:
+    """A barrier lets each of its operands through for itself, so an axis cuts several of its factors."""
+    import autopar
+    from benchmarks.models import build
+    from tests.toy_runs import eight_slow_devices
+
+    model = build("gpt_remat", "toy")
+    arguments = model.abstract_state(), model.abstract_batch()
+    plan = autopar.parallelize(model.train_step).plan(*arguments, cluster=eight_slow_devices(), method="data_parallel")
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
 def test_fifty_thousand_values(tmp_path: Path) -> None:
     """The plan of a deep program: saved and loaded within a second, a dozen bytes for each value."""
     layouts = [ROWS, BOTH, SUMS, Layout(((), ("data",)))]
