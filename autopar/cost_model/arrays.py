@@ -143,12 +143,17 @@ def _dot_order(rank: int, summed: tuple[int, ...], batch: tuple[int, ...], side:
     return (*batch, *free, *summed) if side == 0 else (*batch, *summed, *free)
 
 
-def _read_as_it_lies(shape: tuple[int, ...], order: tuple[int, ...], batch: tuple[int, ...]) -> bool:
-    """Whether a product reads an operand without a copy: in the order wanted, or matrices in either orientation."""
+def _read_as_it_lies(shape: tuple[int, ...], order: tuple[int, ...], batch: tuple[int, ...], *, plain: bool) -> bool:
+    """Whether a product reads an operand without a copy: in the order wanted, or matrices in either orientation.
+
+    Unless the product is ``plain``, of (stacks of) matrices, XLA makes it so first, and then turns by a copy what has
+    dimensions of size one besides.
+    """
     long = [dim for dim in order if shape[dim] > 1]
     stacked = [dim for dim in long if dim in batch]
     rest = sorted(dim for dim in long if dim not in batch)
-    return long == sorted(long) or (len(rest) == 2 and [*stacked, *rest] == sorted(long))
+    either = len(rest) == 2 and (plain or len(long) == len(shape))
+    return long == sorted(long) or (either and [*stacked, *rest] == sorted(long))
 
 
 def same_equation(one: Any, other: Any) -> bool:
@@ -262,13 +267,20 @@ class _Builder:
                 sent = self._add(Form.KERNEL, (pieces,), size, tenant, value, step.cause)
                 return self._add(Form.COSTLY, (sent,), size, tenant, value, step.cause)
         order = (move.dim, *(dim for dim in range(len(shape)) if dim != move.dim))
+        is_turned = minor or self._lies_transposed(node)
         if minor:
             node = self._relayout(node, order)
         node = self._collective(move, (node,), size, tenant, step)
-        if minor:
+        if is_turned:
             sent, node = node, self._relayout(node, ())
             self._turned[node] = sent
         return node
+
+    def _lies_transposed(self, node: int) -> bool:
+        """Whether XLA:CPU sends an array in the order of what it is the transpose of, so that nothing is moved for it."""
+        source = self.arrays.nodes[node].source
+        is_transpose = source is not None and source.primitive == "transpose"
+        return self._on_cpu and is_transpose and self.arrays.nodes[node].form is Form.CHEAP
 
     def _collective(self, move: Move, inputs: tuple[int, ...], size: int, tenant: Tenant, step: Reshard) -> int:
         number = self._add(Form.KERNEL, inputs, size, tenant, step.source.value, step.cause)
@@ -416,12 +428,14 @@ class _Builder:
         operator = step.operator
         contracting, batch = operator.equation.params["dimension_numbers"]
         inputs = []
+        ranks = {len(self._shape(buffer)) for buffer in step.operands if buffer is not None}
+        plain = ranks == {len(batch[0]) + 2}
         for side, buffer in enumerate(step.operands):
             assert buffer is not None
             node = self.at[buffer]
             shape = self.arrays.nodes[node].shape
             order = _dot_order(len(shape), contracting[side], batch[side], side)
-            if self._on_cpu and not _read_as_it_lies(shape, order, batch[side]):
+            if self._on_cpu and not _read_as_it_lies(shape, order, batch[side], plain=plain):
                 node = self._relayout(node, order)
             elif len(shape) > len(batch[side]) + 2:
                 node = self._once((node, "matrix"), partial(self._again, node, Form.RENAME))

@@ -3,7 +3,7 @@
 XLA computes an array inside the kernels that read it when that is cheap, and keeps it otherwise.  Its rules:
 
 * what a matrix product, a collective, a loop, a scatter or the program's end reads is kept;
-* costly work is done once, so with several readers it is kept;
+* costly work is done once, so what several kernels need is kept, be it through cheap work that each of them repeats;
 * cheap work is repeated in each reader, unless it has several large inputs and its readers cannot all be one kernel;
 * XLA:CPU's reductions read memory, but for products, squares and broadcasts that nothing else needs.
 
@@ -26,6 +26,7 @@ REPEATED_READS = 2
 """A cheap array that is kept for some readers is computed again by others when that reads no more than so many."""
 
 _NOTHING: frozenset[int] = frozenset()
+_NO_KERNEL, _SEVERAL_KERNELS = -1, -2
 
 
 class Place(Enum):
@@ -154,11 +155,13 @@ def places_of(arrays: Arrays, *, reductions_read_memory: bool) -> list[Place]:
     places = [Place.UNREAD] * len(nodes)
     whole = _not_repeated(nodes)
     uses = [0] * len(nodes)
+    kernel_of = [_NO_KERNEL] * len(nodes)
     needed = bytearray(len(nodes))
     reduced = bytearray(len(nodes))
     for output in arrays.outputs:
         if output is not None:
             uses[output] += 1
+            kernel_of[output] = _SEVERAL_KERNELS
             needed[output] = 1
     for number in range(len(nodes) - 1, -1, -1):
         node = nodes[number]
@@ -168,17 +171,20 @@ def places_of(arrays: Arrays, *, reductions_read_memory: bool) -> list[Place]:
             places[number] = Place.REGISTERS
             for i in node.inputs:
                 uses[i] += uses[number]
+                kernel_of[i] = _either(kernel_of[i], kernel_of[number])
                 needed[i] |= needed[number]
                 reduced[i] |= reduced[number]
         elif uses[number] or node.form is Form.LOOP:
             kept = node.form not in FUSED or bool(needed[number]) or number in whole
-            kept = kept or (node.form is Form.COSTLY and uses[number] > 1)
+            kept = kept or (node.form is Form.COSTLY and kernel_of[number] == _SEVERAL_KERNELS)
             taken_in = bool(reduced[number]) and node.taken_in and uses[number] == 1
             kept = kept or (bool(reduced[number]) and not taken_in)
             places[number] = Place.MEMORY if kept else Place.REDUCTION if taken_in else Place.REGISTERS
+            kernel = number if kept else kernel_of[number]
             reads_memory = places[number] is Place.REDUCTION or (node.form is Form.REDUCE and reductions_read_memory)
             for i in dict.fromkeys(node.inputs):
                 uses[i] += 1
+                kernel_of[i] = _either(kernel_of[i], kernel)
                 if node.form in READ_BUFFERS:
                     needed[i] = 1
                 elif reads_memory:
@@ -186,6 +192,13 @@ def places_of(arrays: Arrays, *, reductions_read_memory: bool) -> list[Place]:
                 elif nodes[i].form is Form.COSTLY and nodes[i].size_bytes < node.size_bytes:
                     needed[i] = 1  # inside a kernel it would be computed once per element of the larger result
     return places
+
+
+def _either(one: int, other: int) -> int:
+    """The kernel that needs an array which two readers need."""
+    if one in (_NO_KERNEL, other):
+        return other
+    return one if other == _NO_KERNEL else _SEVERAL_KERNELS
 
 
 def _not_repeated(nodes: list[Node]) -> set[int]:
