@@ -10,7 +10,7 @@ instruction and α-β of every collective that XLA really emitted), not the plan
 
 A table per model and cluster, ``auto`` over the best hand-made method that fits, and at the end of all what the ratios and
 the errors of predicted memory come to.  What cannot be planned or compiled is a row that says why.  With ``--resume`` each
-cell is appended to a file of JSON lines as soon as it is known, and those that the file has are not made again.
+cell is appended to a file of JSON lines as soon as it is known, and figures that the file has are not made again.
 ``--clock`` also runs the steps of 1x8 on this machine, all methods of a model in turn, and prints the median.
 """
 
@@ -150,8 +150,8 @@ class Results:
         if path is not None and path.exists():
             for line in path.read_text().splitlines():
                 known = json.loads(line)
-                kind = Failure if "why" in known["result"] else Row
-                self.cells[Cell(**known["cell"])] = kind(**known["result"])
+                if "why" not in known["result"]:  # what failed is tried again
+                    self.cells[Cell(**known["cell"])] = Row(**known["result"])
 
     def add(self, cell: Cell, result: Row | Failure) -> None:
         """Remember a cell."""
