@@ -18,9 +18,10 @@ import orbax.checkpoint as ocp
 
 from autopar import _compat
 from autopar.runtime.distributed_array import DistributedArray
-from autopar.runtime.fleet import FETCHING_SECONDS, MeshWorld, collected
+from autopar.runtime.fleet import MeshWorld
 from autopar.runtime.remote import as_numpy
 from autopar.runtime.storage import StoredArray, create_array
+from autopar.runtime.waiting import FETCHING_SECONDS, collected
 from autopar.schedule.reshard import local_shape
 
 

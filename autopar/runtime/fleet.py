@@ -10,47 +10,50 @@ wait for it inside a collective for ever.  Other meshes live on.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import os
-import platform
 import secrets
-import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from autopar import _compat, version
+from autopar import _compat
 from autopar.cluster import Mesh, Platform
-from autopar.disk_cache import VARIABLE
-from autopar.errors import AutoparError, ClusterError, InternalError, WorkerError
-from autopar.ray_hosts import RayHosts, RayNode
+from autopar.errors import ClusterError, InternalError, WorkerError
+from autopar.ray_hosts import RayHosts
 from autopar.runtime.distributed_array import DistributedArray
 from autopar.runtime.host_data import HostLeaf
-from autopar.runtime.mesh_host import MeshHost
-from autopar.runtime.messages import HostPieces, HostRows, HostStatus, Versions, Where, World
+from autopar.runtime.messages import HostPieces, HostRows, HostStatus, Where, World
+from autopar.runtime.processes import (
+    ASIDE,
+    CONTROL,
+    NAMESPACE,
+    await_group,
+    environment_of,
+    free_port,
+    kill_there,
+    our_versions,
+    own_address,
+    placement_group,
+    start_actor,
+)
 from autopar.runtime.pulled import Peers
+from autopar.runtime.waiting import (
+    FETCHING_SECONDS,
+    RESTING_SECONDS,
+    SILENT_SECONDS,
+    STARTING_SECONDS,
+    collected,
+    first_line,
+)
 from autopar.schedule.cross_mesh import piece_box
 
-STARTING_SECONDS = 120.0
-"""So long the processes of a mesh may take to start and to meet."""
-COMPILING_SECONDS = 1800.0
-PULSE_SECONDS = 2.0
-"""So often processes are asked for a sign of life while they are waited for."""
-SILENT_SECONDS = 10.0
-RESTING_SECONDS = 15.0
-FETCHING_SECONDS = 600.0
-NAMESPACE = "autopar"
-"""Of the names of our actors in Ray."""
-_CONTROL, _ASIDE = "control", "aside"  # groups of calls that do not wait for the steps
-_TINY = 1e-3  # share of a node's resource that pins a bundle to it
 _SETTINGS = ("jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitionable", "jax_default_matmul_precision")
-_DEVICE_COUNT = "--xla_force_host_platform_device_count"
 
 
 class Fleet:
@@ -69,6 +72,10 @@ class Fleet:
 
         Raises ``ClusterError`` where processes cannot be placed, or run other versions than the driver.
         """
+        for devices in wanted:
+            if devices in self._worlds and not self._worlds[devices].is_lost:
+                with contextlib.suppress(WorkerError):  # it died while nobody asked, and is marked as lost now
+                    self._worlds[devices].check_pulse()
         missing = [devices for devices in wanted if devices not in self._worlds or self._worlds[devices].is_lost]
         started: list[MeshWorld] = []
         try:
@@ -160,20 +167,20 @@ class MeshWorld:
         self._readers: set[int] = set()
         nodes = [hosts.nodes[host] for host in by_host]
         self._nodes = nodes
-        self._group = _placement_group(nodes, len(self._by_rank[0]), backend)
+        self._group = placement_group(nodes, len(self._by_rank[0]), backend)
         names = [f"{self.name}, host {host + 1} ({node.address})" for host, node in zip(by_host, nodes, strict=True)]
         self.host_names = names
-        environment = _environment(backend, len(self._by_rank[0]))
+        environment = environment_of(backend, len(self._by_rank[0]))
         identity = f"{fleet.run}.{next(fleet.numbers)}"
         self.actors = [
-            _actor((f"{identity}.{rank}", name), self._group, rank, len(self._by_rank[0]), backend, environment)
+            start_actor((f"{identity}.{rank}", name), self._group, rank, len(self._by_rank[0]), backend, environment)
             for rank, name in enumerate(names)
         ]
 
     def meet(self) -> None:
         """Wait until the processes are there and have become one world."""
-        _await_group(self._group, self.name, self._nodes)
-        ours = _our_versions()
+        await_group(self._group, self.name, self._nodes)
+        ours = our_versions()
         found = collected(self.call("versions"), STARTING_SECONDS, f"the processes of {self.name} to start")
         for name, theirs in zip(self.host_names, found, strict=True):
             if theirs != ours:
@@ -181,7 +188,7 @@ class MeshWorld:
         processes = len(self.actors)
         coordinator = ""
         if processes > 1:
-            coordinator = f"{_own_address()}:{_free_port(_own_address())}"
+            coordinator = f"{own_address()}:{free_port(own_address())}"
             self._service = _compat.serve_coordinator(coordinator, processes)
         settings = {name: getattr(jax.config, name) for name in _SETTINGS}
         refs = []
@@ -209,7 +216,7 @@ class MeshWorld:
     def aside(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method on every process beside what they are doing; for what touches no arrays of the steps."""
         self.check()
-        return [getattr(actor, method).options(concurrency_group=_ASIDE).remote(*arguments) for actor in self.actors]
+        return [getattr(actor, method).options(concurrency_group=ASIDE).remote(*arguments) for actor in self.actors]
 
     def check(self) -> None:
         """Raise ``WorkerError`` if this world is lost."""
@@ -230,7 +237,7 @@ class MeshWorld:
         """How each process is, as far as they answer at once."""
         import ray
 
-        refs = [actor.status.options(concurrency_group=_CONTROL).remote() for actor in self.actors]
+        refs = [actor.status.options(concurrency_group=CONTROL).remote() for actor in self.actors]
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=2.0)
         found = []
         for ref in ready:
@@ -253,7 +260,7 @@ class MeshWorld:
         """Raise ``WorkerError`` if a process does not answer within :data:`SILENT_SECONDS`."""
         import ray
 
-        refs = [actor.pulse.options(concurrency_group=_CONTROL).remote() for actor in self.actors]
+        refs = [actor.pulse.options(concurrency_group=CONTROL).remote() for actor in self.actors]
         _, silent = ray.wait(refs, num_returns=len(refs), timeout=SILENT_SECONDS)
         for name, ref in zip(self.host_names, refs, strict=True):
             if ref in silent:
@@ -265,7 +272,7 @@ class MeshWorld:
                 ray.get(ref)
             except ray.exceptions.RayError as error:
                 self.lose()
-                raise WorkerError(f"{name}: the process is gone ({_first_line(error)})") from error
+                raise WorkerError(f"{name}: the process is gone ({first_line(error)})") from error
 
     def try_to_rest(self) -> list[Any]:
         """Ask the processes to finish what they do, well or badly, and to forget all arrays."""
@@ -285,7 +292,7 @@ class MeshWorld:
         for actor in self.actors:
             ray.kill(actor)
         for node, pid in zip(self._nodes, self._pids, strict=False):
-            _kill_there(node, pid)
+            kill_there(node, pid)
         ray.util.remove_placement_group(self._group)
         if self._service is not None:
             # It waits for processes that do not say goodbye any more.
@@ -375,155 +382,6 @@ class MeshWorld:
         return tuple(found)
 
 
-# ------------------------------------------------------------------------------------------------------ waiting
-
-
-def collected(
-    refs: Sequence[Any], limit_seconds: float, what: str, while_waiting: Callable[[], None] = lambda: None
-) -> list[Any]:
-    """What calls return, in their order; the first that fails is raised at once, whatever the others still do.
-
-    ``while_waiting`` is called every :data:`PULSE_SECONDS` and may raise.
-    Raises ``WorkerError``: a process died, raised, or did not answer within the limit.
-    """
-    import ray
-
-    left, until = list(refs), time.monotonic() + limit_seconds
-    while left:
-        pause = min(PULSE_SECONDS, max(0.0, until - time.monotonic()))
-        ready, left = ray.wait(left, num_returns=1, timeout=pause)
-        if not ready and time.monotonic() < until:
-            while_waiting()
-        elif not ready:
-            raise WorkerError(f"waited {limit_seconds:g} s for {what}; {len(left)} of {len(refs)} did not answer")
-        for ref in ready:
-            _checked(ref, what)
-    return [ray.get(ref) for ref in refs]
-
-
-def _checked(ref: Any, what: str) -> None:
-    import ray
-
-    try:
-        ray.get(ref)
-    except ray.exceptions.RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, AutoparError):
-            raise cause from error
-        raise WorkerError(f"while waiting for {what}: {type(cause).__name__}: {cause}{_advice(str(cause))}") from error
-    except ray.exceptions.RayError as error:
-        raise WorkerError(f"while waiting for {what}: a process is gone ({_first_line(error)})") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-
-
-def _advice(text: str) -> str:
-    if "RESOURCE_EXHAUSTED" in text or "Out of memory" in text:
-        return ". Its devices have too little memory: plan with memory_per_device=..., or more microbatches"
-    return ""
-
-
-# ------------------------------------------------------------------------------------------------------ starting
-
-
-def _kill_there(node: RayNode, pid: int) -> None:
-    """Kill a process on its node: Ray asks it to end itself, and one that is stopped does not hear that."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    strategy = NodeAffinitySchedulingStrategy(node_id=node.node_id, soft=False)
-    ray.remote(_kill).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy).remote(pid, MeshHost.__name__)
-
-
-def _kill(pid: int, of_actor: str) -> None:
-    """Kill a process if it is still an actor of ours: Ray's workers wear the actor's name."""
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        if of_actor in " ".join(process.cmdline()):
-            process.kill()
-    except psutil.NoSuchProcess:
-        return
-
-
-def _placement_group(nodes: Sequence[RayNode], devices: int, backend: Platform) -> Any:
-    import ray
-
-    bundles = []
-    for node in nodes:
-        bundle = {f"node:{node.address}": _TINY}
-        if backend is Platform.CUDA:
-            bundle["GPU"] = float(devices)
-        bundles.append(bundle)
-    return ray.util.placement_group(bundles, strategy="PACK")
-
-
-def _await_group(group: Any, name: str, nodes: Sequence[RayNode]) -> None:
-    if not group.wait(timeout_seconds=STARTING_SECONDS):
-        where = ", ".join(sorted({node.address for node in nodes}))
-        raise ClusterError(
-            f"Ray found no place for {name} on {where} within {STARTING_SECONDS:g} s; are its devices taken by another "
-            "program? `ray status` says what is in use"
-        )
-
-
-def _actor(
-    names: tuple[str, str], group: Any, rank: int, devices: int, backend: Platform, environment: Mapping[str, str]
-) -> Any:
-    """The actor of one process; ``names`` are what Ray finds it by, and what its log says."""
-    import ray
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=rank)
-    options: dict[str, Any] = {
-        "num_cpus": 0,
-        "num_gpus": devices if backend is Platform.CUDA else 0,
-        "scheduling_strategy": strategy,
-        "name": names[0],
-        "namespace": NAMESPACE,
-        "runtime_env": {"env_vars": dict(environment)},
-    }
-    remote: Any = ray.remote
-    return remote(concurrency_groups={_CONTROL: 1, _ASIDE: 1})(MeshHost).options(**options).remote(names[1])
-
-
-def _environment(backend: Platform, devices: int) -> dict[str, str]:
-    """The environment in which a process imports JAX."""
-    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICE_COUNT)]
-    environment = {
-        "XLA_FLAGS": " ".join(flags),
-        **{name: os.environ[name] for name in (VARIABLE,) if name in os.environ},
-        # Where it is installed for the driver, on this machine or a shared disk; elsewhere the path means nothing.
-        "PYTHONPATH": os.pathsep.join(
-            [str(Path(version.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH", "")])]
-        ),
-    }
-    if backend is Platform.CPU:
-        environment["JAX_PLATFORMS"] = "cpu"
-        # Fewer threads than twice the devices, and collectives that are in flight on several of them wait for ever.
-        environment["NPROC"] = str(max(4, 2 * devices, os.cpu_count() or 1))
-    return environment
-
-
-def _our_versions() -> Versions:
-    return Versions(version.VERSION, jax.__version__, platform.python_version())
-
-
-def _own_address() -> str:
-    import ray
-
-    return str(ray.util.get_node_ip_address())
-
-
-def _free_port(address: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
-
-
 def statuses() -> list[tuple[str, HostStatus]]:
     """How the processes of all runs on the Ray cluster are that this process is connected to, each with its run."""
     import ray
@@ -532,7 +390,7 @@ def statuses() -> list[tuple[str, HostStatus]]:
     for one in ray.util.list_named_actors(all_namespaces=True):
         if one["namespace"] == NAMESPACE:
             actor = ray.get_actor(one["name"], namespace=NAMESPACE)
-            refs[actor.status.options(concurrency_group=_CONTROL).remote()] = one["name"].split(".")[0]
+            refs[actor.status.options(concurrency_group=CONTROL).remote()] = one["name"].split(".")[0]
     ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=SILENT_SECONDS) if refs else ([], [])
     found = []
     for ref in ready:

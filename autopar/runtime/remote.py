@@ -19,11 +19,12 @@ from autopar import _compat
 from autopar.cluster import Platform
 from autopar.errors import WorkerError
 from autopar.runtime.distributed_array import DistributedArray
-from autopar.runtime.fleet import COMPILING_SECONDS, Fleet, MeshWorld, collected
+from autopar.runtime.fleet import Fleet, MeshWorld
 from autopar.runtime.host_data import HostLeaf
 from autopar.runtime.interpreter import Key
 from autopar.runtime.messages import HostPieces, HostRows, ProgramMemory, StepOrder, StepReport, Where
 from autopar.runtime.shipment import Entry, Output, Shipments
+from autopar.runtime.waiting import COMPILING_SECONDS, collected
 
 RUN_AHEAD = 3
 """So many steps may be called whose dispatch no process has reported yet."""
@@ -110,6 +111,8 @@ class RemoteExecutor:
 
         Raises ``WorkerError`` if a process died or hangs: in this step, or in one before it.
         """
+        if any(world.is_lost for world in self.worlds):
+            self.connect()  # after a failure; what lay there is gone, and other arrays may come in its place
         while len(self._pending) >= RUN_AHEAD:
             self._collect_oldest()
         step = next(self._fleet.numbers)

@@ -1,0 +1,131 @@
+"""How the processes of a mesh are started on the nodes of a Ray cluster, and how they are ended."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from autopar import version
+from autopar.cluster import Platform
+from autopar.disk_cache import VARIABLE
+from autopar.errors import ClusterError
+from autopar.ray_hosts import RayNode
+from autopar.runtime.mesh_host import MeshHost
+from autopar.runtime.messages import Versions
+from autopar.runtime.waiting import STARTING_SECONDS
+
+NAMESPACE = "autopar"
+"""Of the names of our actors in Ray."""
+
+CONTROL, ASIDE = "control", "aside"
+"""Groups of calls that do not wait for the steps of a process."""
+
+_TINY = 1e-3  # share of a node's resource that pins a bundle to it
+_DEVICE_COUNT = "--xla_force_host_platform_device_count"
+
+
+def kill_there(node: RayNode, pid: int) -> None:
+    """Kill a process on its node: Ray asks it to end itself, and one that is stopped does not hear that."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    strategy = NodeAffinitySchedulingStrategy(node_id=node.node_id, soft=False)
+    ray.remote(_kill).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy).remote(pid, MeshHost.__name__)
+
+
+def _kill(pid: int, of_actor: str) -> None:
+    """Kill a process if it is still an actor of ours: Ray's workers wear the actor's name."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        if of_actor in " ".join(process.cmdline()):
+            process.kill()
+    except psutil.NoSuchProcess:
+        return
+
+
+def placement_group(nodes: Sequence[RayNode], devices: int, backend: Platform) -> Any:
+    """A bundle on each node, with so many devices."""
+    import ray
+
+    bundles = []
+    for node in nodes:
+        bundle = {f"node:{node.address}": _TINY}
+        if backend is Platform.CUDA:
+            bundle["GPU"] = float(devices)
+        bundles.append(bundle)
+    return ray.util.placement_group(bundles, strategy="PACK")
+
+
+def await_group(group: Any, name: str, nodes: Sequence[RayNode]) -> None:
+    """Wait until Ray has placed a group; raises ``ClusterError`` where it does not."""
+    if not group.wait(timeout_seconds=STARTING_SECONDS):
+        where = ", ".join(sorted({node.address for node in nodes}))
+        raise ClusterError(
+            f"Ray found no place for {name} on {where} within {STARTING_SECONDS:g} s; are its devices taken by another "
+            "program? `ray status` says what is in use"
+        )
+
+
+def start_actor(
+    names: tuple[str, str], group: Any, rank: int, devices: int, backend: Platform, environment: Mapping[str, str]
+) -> Any:
+    """The actor of one process; ``names`` are what Ray finds it by, and what its log says."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=rank)
+    options: dict[str, Any] = {
+        "num_cpus": 0,
+        "num_gpus": devices if backend is Platform.CUDA else 0,
+        "scheduling_strategy": strategy,
+        "name": names[0],
+        "namespace": NAMESPACE,
+        "runtime_env": {"env_vars": dict(environment)},
+    }
+    remote: Any = ray.remote
+    return remote(concurrency_groups={CONTROL: 1, ASIDE: 1})(MeshHost).options(**options).remote(names[1])
+
+
+def environment_of(backend: Platform, devices: int) -> dict[str, str]:
+    """The environment in which a process imports JAX."""
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICE_COUNT)]
+    environment = {
+        "XLA_FLAGS": " ".join(flags),
+        **{name: os.environ[name] for name in (VARIABLE,) if name in os.environ},
+        # Where it is installed for the driver, on this machine or a shared disk; elsewhere the path means nothing.
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(version.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH", "")])]
+        ),
+    }
+    if backend is Platform.CPU:
+        environment["JAX_PLATFORMS"] = "cpu"
+        # Fewer threads than twice the devices, and collectives that are in flight on several of them wait for ever.
+        environment["NPROC"] = str(max(4, 2 * devices, os.cpu_count() or 1))
+    return environment
+
+
+def our_versions() -> Versions:
+    """Those of the driver."""
+    return Versions(version.VERSION, jax.__version__, platform.python_version())
+
+
+def own_address() -> str:
+    """The address by which Ray knows this host."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def free_port(address: str) -> int:
+    """A port of an address that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
