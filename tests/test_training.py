@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -103,3 +105,29 @@ def test_too_many_failures_name_the_checkpoints(step: autopar.Parallelized, tmp_
 
     with pytest.raises(autopar.WorkerError, match=rf"max_restarts=0.*{tmp_path}"):
         go()
+
+
+@pytest.mark.verify
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_chaos(step: autopar.Parallelized, tmp_path: Path, seed: int) -> None:
+    """Thirty random kills and stalls at random instants; the network is cut in tests/test_ray_hosts.py."""
+    drawn = random.Random(seed)
+    steps, blows = 90, 30
+    wanted = losses(autopar.Run(step, make, batches, steps=steps))
+    checkpoints = autopar.Checkpoints(tmp_path, every_steps=2)
+    run = autopar.Run(step, make, batches, steps=steps, checkpoints=checkpoints, max_restarts=2 * blows)
+    found = []
+    for number, metrics in run:
+        found.append(float(metrics["loss"]))
+        if number % (steps // blows) == 0:
+            victim = drawn.choice(step.last.executor.fleet.status()).pid
+            how = signal.SIGSTOP if drawn.random() < 0.2 else signal.SIGKILL
+            threading.Timer(drawn.uniform(0, 0.05), _strike, (victim, how)).start()
+    np.testing.assert_array_equal(found, wanted)
+    assert len(run.restarts) >= blows // 2
+
+
+def _strike(pid: int, how: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, how)

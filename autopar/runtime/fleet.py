@@ -48,6 +48,7 @@ from autopar.runtime.waiting import (
     RESTING_SECONDS,
     SILENT_SECONDS,
     STARTING_SECONDS,
+    checked,
     collected,
     first_line,
 )
@@ -66,6 +67,8 @@ class Fleet:
         self.epoch = 0
         self.numbers = itertools.count()
         self._worlds: dict[tuple[int, ...], MeshWorld] = {}
+        self._under_way: set[Any] = set()
+        self._is_hurt = False  # something has failed, and meshes may wait for each other since
 
     def worlds(self, wanted: Sequence[tuple[int, ...]], backend: Platform) -> list[MeshWorld]:
         """A living world on each of some sets of devices; those that are missing are started together.
@@ -76,6 +79,8 @@ class Fleet:
             if devices in self._worlds and not self._worlds[devices].is_lost:
                 with contextlib.suppress(WorkerError):  # it died while nobody asked, and is marked as lost now
                     self._worlds[devices].check_pulse()
+        if self._is_hurt:
+            self.mend()
         missing = [devices for devices in wanted if devices not in self._worlds or self._worlds[devices].is_lost]
         started: list[MeshWorld] = []
         try:
@@ -101,15 +106,48 @@ class Fleet:
                 addresses.update(dict.fromkeys(world.devices_of(rank), address))
         return Peers(addresses, self.secret, self.epoch)
 
-    def collected(self, refs: Sequence[Any], limit_seconds: float, what: str) -> list[Any]:
-        """As :func:`collected`, and a process that is silent meanwhile is an error of its own."""
-        return collected(refs, limit_seconds, what, self.check_pulse)
+    def collected(
+        self, refs: Sequence[Any], limit_seconds: float, what: str, world: MeshWorld | None = None
+    ) -> list[Any]:
+        """As :func:`collected`; what fails meanwhile anywhere is raised, for it may be what is waited for.
+
+        ``world`` is the one that is waited for, which another thread may give up.
+        """
+
+        def pulse() -> None:
+            if world is not None:
+                world.check()
+            self.check_pulse()
+
+        try:
+            return collected(refs, limit_seconds, what, pulse)
+        except WorkerError:
+            self.hurt()
+            raise
+
+    def watch(self, refs: Iterable[Any]) -> None:
+        """Calls whose failure concerns everybody who waits: the steps."""
+        self._under_way.update(refs)
+
+    def hurt(self) -> None:
+        """Something has failed: before anything new begins, all meshes must come to rest."""
+        self._is_hurt = True
 
     def check_pulse(self) -> None:
-        """Raise ``WorkerError`` naming a process that is dead or silent."""
+        """Raise ``WorkerError`` naming a process that is dead or silent, or a step that has failed."""
+        import ray
+
         for world in self._worlds.values():
             if not world.is_lost:
                 world.check_pulse()
+        done, _ = (
+            ray.wait(list(self._under_way), num_returns=len(self._under_way), timeout=0)
+            if self._under_way
+            else ([], [])
+        )
+        self._under_way.difference_update(done)
+        for ref in done:
+            checked(ref, "a step")
 
     def mend(self) -> None:
         """After a failure: bring living meshes to rest, without arrays, and give up those that do not come to rest.
@@ -124,6 +162,8 @@ class Fleet:
             except WorkerError:
                 world.lose()
         self.epoch += 1
+        self._under_way.clear()
+        self._is_hurt = False
 
     def status(self) -> list[HostStatus]:
         """How each process is; those that do not answer are left out."""
@@ -249,12 +289,8 @@ class MeshWorld:
 
     def collected(self, refs: Sequence[Any], limit_seconds: float, what: str) -> list[Any]:
         """As :meth:`Fleet.collected`; ends as well when this world is lost meanwhile."""
-
-        def pulse() -> None:
-            self.check()
-            self._fleet.check_pulse()
-
-        return collected(refs, limit_seconds, what, pulse)
+        self.check()
+        return self._fleet.collected(refs, limit_seconds, what, self)
 
     def check_pulse(self) -> None:
         """Raise ``WorkerError`` if a process does not answer within :data:`SILENT_SECONDS`."""
@@ -281,7 +317,7 @@ class MeshWorld:
 
     def lose(self) -> None:
         """Kill what is left of the processes; the arrays on them are gone."""
-        self.is_lost = True
+        self._fleet.hurt()
         self.close()
 
     def close(self) -> None:

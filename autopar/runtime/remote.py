@@ -133,6 +133,7 @@ class RemoteExecutor:
             for actor, given_there in zip(world.actors, by_rank, strict=True):
                 refs.append(actor.step.remote(StepOrder(digest, step, given_there, first, released)))
         self._pending.append(_Pending(step, tuple(refs)))
+        self._fleet.watch(refs)
         self._mark_donated(leaves)
         return [self._result(output, orders) for output in self._shipments.outputs]
 

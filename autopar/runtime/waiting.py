@@ -39,11 +39,12 @@ def collected(
         elif not ready:
             raise WorkerError(f"waited {limit_seconds:g} s for {what}; {len(left)} of {len(refs)} did not answer")
         for ref in ready:
-            _checked(ref, what)
+            checked(ref, what)
     return [ray.get(ref) for ref in refs]
 
 
-def _checked(ref: Any, what: str) -> None:
+def checked(ref: Any, what: str) -> None:
+    """Raise ``WorkerError``, or the error of ours, with which a call ended."""
     import ray
 
     try:
