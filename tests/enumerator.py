@@ -30,6 +30,7 @@ from autopar.schedule.reshard import MoveKind, after_move, moves_between
 COPY_FROM_BYTES = 4096
 TIE_BREAK = 1e-16
 MERGED_ON_GPU = (MoveKind.ALL_REDUCE, MoveKind.REDUCE_SCATTER, MoveKind.ALL_GATHER)
+COPIED = (MoveKind.ALL_GATHER, MoveKind.REDUCE_SCATTER)
 KINDS = {
     MoveKind.ALL_GATHER: Collective.ALL_GATHER,
     MoveKind.ALL_REDUCE: Collective.ALL_REDUCE,
@@ -407,5 +408,7 @@ class _Enumerator:
                 total += collective_seconds(KINDS[move.kind], full, move.axes, self.mesh, self.cluster)
                 if move.kind in MERGED_ON_GPU and self._is_merged(value):
                     total -= collective_seconds(KINDS[move.kind], 0.0, move.axes, self.mesh, self.cluster)
+                if move.kind in COPIED and any(extent > 1 for extent in array.shape[: move.dim]):
+                    total += self._roofline(0.0, 2 * full, "float32")
             layout = after_move(layout, move, self.mesh)
         return total

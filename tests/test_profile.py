@@ -21,7 +21,14 @@ from autopar import profile_file, timing
 from autopar.cluster import Cluster, Mesh
 from autopar.cost_model.collectives import Collective, collective_seconds, group_seconds, permute_seconds, wire_bytes
 from autopar.cost_model.machine import make_machine
-from autopar.cost_model.reshard import AffineTable, MeasuredTable, move_seconds, reshard_table
+from autopar.cost_model.reshard import (
+    AffineTable,
+    MeasuredTable,
+    copy_seconds,
+    move_seconds,
+    outermost_dim,
+    reshard_table,
+)
 from autopar.cost_model.roofline import operator_seconds
 from autopar.errors import ClusterError
 from autopar.inter_op.layers import layers
@@ -531,6 +538,7 @@ def _way_seconds(
     for move in moves_between(shape, source, target, mesh):
         joins = combined and move.kind.name == "ALL_REDUCE"  # all that XLA:CPU combines
         total += move_seconds(move, layout, array_bytes, mesh, local(), joins=joins)
+        total += copy_seconds(move, layout, array_bytes, mesh, local(), outermost_dim(shape))
         layout = after_move(layout, move, mesh)
     return total
 

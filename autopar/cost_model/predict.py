@@ -17,7 +17,7 @@ from autopar.cost_model.arrays import Arrays
 from autopar.cost_model.collectives import Collective, collective_seconds, wire_bytes
 from autopar.cost_model.combine import led_by
 from autopar.cost_model.kernels import Kernel, kernel_cost
-from autopar.cost_model.reshard import COLLECTIVE_OF_MOVE, collective_bytes, move_seconds
+from autopar.cost_model.reshard import COLLECTIVE_OF_MOVE, collective_bytes, copy_seconds, move_seconds, outermost_dim
 from autopar.graph.fusion import Fusion
 from autopar.graph.ir import Operator, Phase
 from autopar.plan import CollectiveUse, Memory, Prediction
@@ -106,6 +106,7 @@ def collectives_of(program: SpmdProgram, cluster: Cluster, arrays: Arrays | None
                 this = step.target, place
                 joins = leader.get(this, this) != this
                 seconds = move_seconds(move, layout, sent_bytes, mesh, cluster, joins=joins)
+                seconds += copy_seconds(move, layout, sent_bytes, mesh, cluster, outermost_dim(value.shape))
                 wire = wire_bytes(kind, full, mesh.axis_size(*move.axes))
                 phase = step.cause.phase if step.cause else Phase.UPDATE
                 origin = f"{step.cause.primitive} at {step.cause.source}" if step.cause else "result of the step"

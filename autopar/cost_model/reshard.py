@@ -42,7 +42,7 @@ def collective_bytes(move: Move, layout: Layout, array_bytes: float, mesh: Mesh)
 def move_seconds(
     move: Move, layout: Layout, array_bytes: float, mesh: Mesh, cluster: Cluster, *, joins: bool = False
 ) -> float:
-    """Seconds of one move of an array of ``array_bytes`` (whole) that lies in ``layout`` before it.
+    """Seconds on the links of one move of an array of ``array_bytes`` (whole) that lies in ``layout`` before it.
 
     One that ``joins`` others in a collective of the backend's making costs its bytes at the rate of large messages only.
     """
@@ -51,6 +51,22 @@ def move_seconds(
     group_size, cost = axes_cost(kind, move.axes, mesh, cluster)
     sent = wire_bytes(kind, collective_bytes(move, layout, array_bytes, mesh), group_size)
     return sent * cost.seconds_per_wire_byte if joins else cost.seconds(sent)
+
+
+def copy_seconds(move: Move, layout: Layout, array_bytes: float, mesh: Mesh, cluster: Cluster, outermost: int) -> float:
+    """Seconds in memory of the same move.
+
+    Pieces that are gathered or scattered along another dimension than the ``outermost`` do not lie one after the other: the
+    full tensor is copied into another order.
+    """
+    if move.kind not in (MoveKind.ALL_GATHER, MoveKind.REDUCE_SCATTER) or move.dim <= outermost:
+        return 0.0
+    return 2 * collective_bytes(move, layout, array_bytes, mesh) / cluster.per_device_memory_bytes_per_second
+
+
+def outermost_dim(shape: tuple[int, ...]) -> int:
+    """The first dimension that is longer than one."""
+    return next((dim for dim, extent in enumerate(shape) if extent > 1), 0)
 
 
 class ReshardTable(Protocol):
@@ -78,8 +94,8 @@ class AffineTable:
 class MeasuredTable:
     """Prices by curves; ``legs[a, b]`` are the entries whose sum is the way from *a* to *b*, filled up with entry 0.
 
-    Entry 0 costs nothing, an entry of ``affine`` ``latency + seconds_per_byte · bytes`` (ends of analytic ways and what
-    joins others), one of ``curves`` what its curve says at ``share · bytes``.
+    Entry 0 costs nothing, an entry of ``affine`` ``latency + seconds_per_byte · bytes`` (ends of analytic ways, what
+    joins others, and copies), one of ``curves`` in addition what its curve says at ``share · bytes``.
     """
 
     index: dict[Layout, int]
@@ -95,7 +111,7 @@ class MeasuredTable:
         if (seconds := self._priced.get(array_bytes)) is None:
             seconds = self.affine[:, 0] + self.affine[:, 1] * array_bytes
             for curve, entries, shares_of_bytes in self.curves:
-                seconds[entries] = curve.at_all(shares_of_bytes * array_bytes)
+                seconds[entries] += curve.at_all(shares_of_bytes * array_bytes)
             self._priced[array_bytes] = seconds
         rows, columns = _places(self.index, sources, targets)
         return seconds[self.legs[rows, columns]].sum(axis=-1)
@@ -120,23 +136,24 @@ def reshard_table(shape: tuple[int, ...], mesh: Mesh, cluster: Cluster, *, combi
 
     With ``combined``, the collectives that the backend merges (:data:`COMBINED`) cost no latency of their own.
     """
-    return _table(representative(shape, mesh), mesh, cluster, combined)
+    return _table(representative(shape, mesh), outermost_dim(shape), mesh, cluster, combined)
 
 
 @cache
-def _table(shape: tuple[int, ...], mesh: Mesh, cluster: Cluster, combined: bool) -> ReshardTable:
+def _table(shape: tuple[int, ...], outermost: int, mesh: Mesh, cluster: Cluster, combined: bool) -> ReshardTable:
     ways = ways_between(shape, mesh)
     joining = COMBINED[cluster.device.platform] if combined else frozenset()
     if cluster.profile is not None:
-        return _measured_table(ways, mesh, cluster, joining)
+        return _measured_table(ways, outermost, mesh, cluster, joining)
     count = len(ways.layouts)
     arc_latency = np.zeros((count, count))
     arc_per_byte = np.zeros((count, count))
     for (source, target), move in ways.arcs.items():
         alone = move_seconds(move, ways.layouts[source], 0.0, mesh, cluster)
         large = move_seconds(move, ways.layouts[source], 1e9, mesh, cluster)
+        copied = copy_seconds(move, ways.layouts[source], 1.0, mesh, cluster, outermost)
         arc_latency[source, target] = 0.0 if COLLECTIVE_OF_MOVE.get(move.kind) in joining else alone
-        arc_per_byte[source, target] = (large - alone) / 1e9
+        arc_per_byte[source, target] = (large - alone) / 1e9 + copied
     latency = np.zeros((count, count))
     per_byte = np.zeros((count, count))
     for previous, here, under_way in _backwards(ways):
@@ -154,7 +171,9 @@ def _backwards(ways: Ways) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]
         here = previous
 
 
-def _measured_table(ways: Ways, mesh: Mesh, cluster: Cluster, joining: frozenset[Collective]) -> MeasuredTable:
+def _measured_table(
+    ways: Ways, outermost: int, mesh: Mesh, cluster: Cluster, joining: frozenset[Collective]
+) -> MeasuredTable:
     entry_of: dict[tuple[float, float, Curve | None, float], int] = {(0.0, 0.0, None, 0.0): 0}
     arc_entry = np.zeros((len(ways.layouts),) * 2, dtype=np.int32)
     for (source, target), move in ways.arcs.items():
@@ -162,13 +181,14 @@ def _measured_table(ways: Ways, mesh: Mesh, cluster: Cluster, joining: frozenset
             continue
         group_size, cost = axes_cost(kind, move.axes, mesh, cluster)
         share = wire_bytes(kind, collective_bytes(move, ways.layouts[source], 1.0, mesh), group_size)
+        copied = copy_seconds(move, ways.layouts[source], 1.0, mesh, cluster, outermost)
         entry: tuple[float, float, Curve | None, float]
         if kind in joining:
-            entry = (0.0, share * cost.seconds_per_wire_byte, None, 0.0)
+            entry = (0.0, share * cost.seconds_per_wire_byte + copied, None, 0.0)
         elif cost.curve is None:
-            entry = (cost.latency_seconds, share * cost.seconds_per_wire_byte, None, 0.0)
+            entry = (cost.latency_seconds, share * cost.seconds_per_wire_byte + copied, None, 0.0)
         else:
-            entry = (0.0, 0.0, cost.curve, share)
+            entry = (0.0, copied, cost.curve, share)
         arc_entry[source, target] = entry_of.setdefault(entry, len(entry_of))
     rounds = [np.where(under_way, arc_entry[previous, here], 0) for previous, here, under_way in _backwards(ways)]
     legs = np.stack(rounds, axis=-1) if rounds else np.zeros((*arc_entry.shape, 1), dtype=np.int32)
