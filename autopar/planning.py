@@ -31,7 +31,7 @@ from autopar.inter_op.looped import looped
 from autopar.inter_op.rescaled import Rescaling
 from autopar.intra_op.restrict import Restriction
 from autopar.intra_op.search import HOPELESS, LARGE_OPERATORS, WORTH_SHARE, Found, Task, search
-from autopar.methods import IntraOp, Subject, mesh_of, method_of
+from autopar.methods import HAND_MADE, IntraOp, Subject, mesh_of, method_of
 from autopar.pipelines import best_pipeline, counts_of, may_be_pipeline, plan_pipeline, wants_pipeline
 from autopar.plan import Plan
 from autopar.schedule.spmd import output_layouts
@@ -108,11 +108,16 @@ class _Planner:
     """Owns what plans of one step share: its demands, and the forms of the step that were made so far."""
 
     def __init__(
-        self, subject: Subjected, cluster: Cluster, demands: Demands, report_progress: Callable[[str], None]
+        self,
+        subject: Subjected,
+        cluster: Cluster,
+        demands: Demands,
+        report_progress: Callable[[str], None],
+        forms: Rewritings | None = None,
     ) -> None:
         self.subject, self.cluster, self.demands = subject, cluster, demands
         self._report_progress = report_progress
-        self._forms = Rewritings(subject, cluster.device.platform.value)
+        self._forms = forms or Rewritings(subject, cluster.device.platform.value)
 
     def or_pipeline(self, whole: tuple[Subjected, Plan, Found] | None) -> tuple[Subjected, Plan, Found | None] | None:
         """The plan on one mesh, or a pipeline if that is free to choose and faster."""
@@ -137,7 +142,33 @@ class _Planner:
             for count in counts[1:]:
                 if search.is_coupled or not search.try_count(count):
                     break
-        return search.result()
+        return self._or_by_hand(search.result())
+
+    def _or_by_hand(self, free: tuple[Subjected, Plan, Found]) -> tuple[Subjected, Plan, Found]:
+        """What an expert would write by hand, where that is predicted to be faster; else what was found freely.
+
+        The integer program leaves out what only a list of steps shows: a latency for each set of gradients whose reductions
+        become one.  Many kinds of sets can cost more than what they save; hand-made plans have few.
+        """
+        subject, plan, found = free
+        demands, method = self.demands, method_of(self.demands.method)
+        has_shape = demands.mesh_shape is not None or (isinstance(method, IntraOp) and method.mesh_shape is not None)
+        is_asked = bool(demands.constraints) or has_shape or bool(subject.wishes.texts)
+        if is_asked or subject.num_microbatches > 1 or found.model is None or found.is_squeezed:
+            return free
+        if found.model.cost(found.options) >= (1 - WORTH_SHARE) * plan.step_seconds:
+            return free  # no plan at all is faster
+        best = free
+        for expert in HAND_MADE:
+            by_hand = replace(demands, method=expert)
+            planner = _Planner(self.subject, self.cluster, by_hand, self._report_progress, self._forms)
+            try:
+                rival = planner.plan_in(1)
+            except PlanError:
+                continue
+            if rival[1].step_seconds < best[1].step_seconds:
+                best = rival[0], replace(rival[1], method=plan.method, solver=plan.solver), rival[2]
+        return best
 
     def plan_in(self, count: int) -> tuple[Subjected, Plan, Found]:
         """The plan in so many microbatches."""
