@@ -20,7 +20,7 @@ from functools import cache
 
 import numpy as np
 
-from autopar.cluster import Cluster, Mesh
+from autopar.cluster import Cluster, Mesh, Platform
 from autopar.cost_model.collectives import Collective, collective_seconds
 from autopar.graph.fusion import fuse
 from autopar.graph.ir import FactorKind, Graph, Operator, Phase, Rule, Value
@@ -408,7 +408,8 @@ class _Enumerator:
                 total += collective_seconds(KINDS[move.kind], full, move.axes, self.mesh, self.cluster)
                 if move.kind in MERGED_ON_GPU and self._is_merged(value):
                     total -= collective_seconds(KINDS[move.kind], 0.0, move.axes, self.mesh, self.cluster)
-                if move.kind in COPIED and any(extent > 1 for extent in array.shape[: move.dim]):
+                on_cpu = self.cluster.device.platform is Platform.CPU
+                if on_cpu and move.kind in COPIED and any(extent > 1 for extent in array.shape[: move.dim]):
                     total += self._roofline(0.0, 2 * full, "float32")
             layout = after_move(layout, move, self.mesh)
         return total

@@ -33,6 +33,10 @@ COLLECTIVE_OF_MOVE = {
 """The collective behind each move; slices and masks need none."""
 
 
+COPIED = frozenset((MoveKind.ALL_GATHER, MoveKind.REDUCE_SCATTER))
+"""Moves whose pieces stand one after the other in the array."""
+
+
 def collective_bytes(move: Move, layout: Layout, array_bytes: float, mesh: Mesh) -> float:
     """Bytes of the full tensor of a move's collective, for an array that lies in ``layout`` before it."""
     local = array_bytes / shares(layout, mesh)
@@ -56,10 +60,10 @@ def move_seconds(
 def copy_seconds(move: Move, layout: Layout, array_bytes: float, mesh: Mesh, cluster: Cluster, outermost: int) -> float:
     """Seconds in memory of the same move.
 
-    Pieces that are gathered or scattered along another dimension than the ``outermost`` do not lie one after the other: the
-    full tensor is copied into another order.
+    Pieces that are gathered or scattered along another dimension than the ``outermost`` do not lie one after the other: XLA:CPU
+    copies the full tensor into another order.  What other backends do about it is not known, and not priced.
     """
-    if move.kind not in (MoveKind.ALL_GATHER, MoveKind.REDUCE_SCATTER) or move.dim <= outermost:
+    if cluster.device.platform is not Platform.CPU or move.kind not in COPIED or move.dim <= outermost:
         return 0.0
     return 2 * collective_bytes(move, layout, array_bytes, mesh) / cluster.per_device_memory_bytes_per_second
 
