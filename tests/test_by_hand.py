@@ -1,0 +1,55 @@
+"""A plan by hand is taken where the exact account finds it faster than what the integer program found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar import planning
+from autopar.methods import HAND_MADE
+from autopar.planning import _Planner
+
+
+def train_step(params: Any, batch: Any) -> Any:
+    def loss(params: Any) -> jax.Array:
+        x = batch
+        for weights in params:
+            x = jnp.tanh(x @ weights)
+        return jnp.mean(x**2)
+
+    value, gradients = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+
+ARGUMENTS = ([jax.ShapeDtypeStruct((64, 64), "float32")] * 3, jax.ShapeDtypeStruct((64, 64), "float32"))
+
+
+def test_auto_is_never_predicted_slower_than_a_plan_by_hand() -> None:
+    step = autopar.parallelize(train_step)
+    auto = step.plan(*ARGUMENTS)
+    for method in HAND_MADE:
+        assert auto.step_seconds <= step.plan(*ARGUMENTS, method=method).step_seconds * (1 + 1e-9)
+
+
+def test_an_account_that_is_dearer_than_the_program_makes_experts_rivals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the integer program found is made to cost ten times what it believed; then some plan by hand wins."""
+    plan_in = _Planner.plan_in
+
+    def dearer(self: _Planner, count: int) -> Any:
+        subject, plan, found = plan_in(self, count)
+        if self.demands.method == "auto":
+            plan = replace(plan, prediction=replace(plan.prediction, communication_seconds=10 * plan.step_seconds))
+        return subject, plan, found
+
+    monkeypatch.setattr(planning._Planner, "plan_in", dearer)
+    step = autopar.parallelize(train_step)
+    chosen = step.plan(*ARGUMENTS)
+    by_hand = [step.plan(*ARGUMENTS, method=method) for method in HAND_MADE]
+    assert chosen.method == "auto"
+    assert chosen.step_seconds == pytest.approx(min(plan.step_seconds for plan in by_hand))
+    assert any(chosen.in_layouts == plan.in_layouts for plan in by_hand)
