@@ -117,6 +117,9 @@ class _Search:
         groupings = self._groupings(task)
         if size <= PLANNED_OPERATORS:
             self._walk(groupings)
+            # Stages of one device are planned at once, for there is nothing to choose.  Bounds, which hide no message behind
+            # work, say least of them: they have the most messages.
+            self._walk([one for one in groupings if set(one.sizes) == {1}])
         nearly = NEARLY if size <= PLANNED_OPERATORS else NEARLY_LARGE
         for grouping in groupings:
             if len(self._planned) >= most or grouping.bound_seconds > nearly * self._enough:
@@ -170,7 +173,7 @@ class _Search:
             same = self._starts_of_twin(task.loop)
             task.report_progress("finding the layers")
             self.starts[count] = same or layers(
-                task.loop, task.state_pairs, at_most=MOST_LAYERS, at_least=self._wanted.num_stages or 2
+                task.loop, task.state_pairs, at_most=MOST_LAYERS, at_least=self._wanted.num_stages or min(MOST_LAYERS, task.cluster.num_devices)
             )
         return self.starts[count]
 

@@ -313,7 +313,15 @@ class _ProblemBuilder:
                 self.union(tested, carried)
 
     def add_outputs(self, graph: Graph, source_of_output: dict[int, int]) -> None:
-        """State returns to the layout it came in, by an edge that prices that; other outputs must not stay partial."""
+        """State returns to the layout it came in, by an edge that prices that; other outputs must not stay partial.
+
+        Nor must what a scan stacks for an output: in a pipeline it leaves the stage trip by trip.
+        """
+        stacked: dict[int, int | None] = {}
+        for operator in graph.operators:
+            if operator.primitive == LoopKind.SCAN:
+                _, carries = _compat.scan_arity(operator.equation.params)
+                stacked.update(zip(operator.results[carries:], operator.bodies[0].outputs[carries:], strict=True))
         for position, value in enumerate(graph.outputs):
             if value is None:
                 continue
@@ -322,7 +330,7 @@ class _ProblemBuilder:
                 if home != value:
                     self._extra.append((value, Port.VALUE, home, Port.VALUE, 1, value))
             else:
-                self._partial.discard(value)
+                self._partial -= {value, stacked.get(value, value)}
 
     def finish(self) -> Problem:
         nodes: list[ValueNode | OperatorNode] = []
