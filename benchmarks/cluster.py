@@ -2,8 +2,8 @@
 
     python -m benchmarks.cluster [--models gpt moe …] [--mbit 1000 200] [--steps 10]        (as root, on Linux with iproute2)
 
-Four emulated hosts (:mod:`benchmarks.netns`) with two virtual devices each.  All devices share the machine's cores, as the planner
-is told; links have the rate that is asked for, and the α and β that a plain program measures on them first.
+Four emulated hosts (:mod:`benchmarks.netns`) with two virtual devices each.  All devices share the machine's cores, as the
+planner is told; links have the rate that is asked for, and the α and β that a plain program measures on them first.
 
     auto, …            :func:`autopar.parallelize` by every method, on Ray
     plain jit, data    ``jax.jit`` with ``NamedSharding`` in one ``jax.distributed`` world, nothing of ours: data parallel
@@ -117,7 +117,9 @@ def described(found: Cluster, links: Mapping[str, Sequence[float]]) -> Cluster:
 
 
 def _is_same(one: Plan, other: Plan) -> bool:
-    return all(getattr(one, field) == getattr(other, field) for field in ("stages", "num_microbatches", "schedule", "cuts"))
+    return all(
+        getattr(one, field) == getattr(other, field) for field in ("stages", "num_microbatches", "schedule", "cuts")
+    )
 
 
 def _short(plan: Plan) -> str:
@@ -177,14 +179,27 @@ class Plain:
         hosts, said = self._nodes.hosts, self._nodes.hosts.folder / "plain.json"
         said.unlink(missing_ok=True)
         self._port += 1
-        environment = {"JAX_PLATFORMS": "cpu", "NPROC": str(max(4, 2 * DEVICES)), "PYTHONPATH": _root(), "XLA_FLAGS": ""}
+        environment = {
+            "JAX_PLATFORMS": "cpu",
+            "NPROC": str(max(4, 2 * DEVICES)),
+            "PYTHONPATH": _root(),
+            "XLA_FLAGS": "",
+        }
         command = [sys.executable, "-m", "benchmarks.netns.plain", what[0], str(said), *what[1:]]
-        command += ["--coordinator", f"{hosts.address(0)}:{self._port}", "--hosts", str(HOSTS), "--devices", str(DEVICES)]
+        command += [
+            "--coordinator",
+            f"{hosts.address(0)}:{self._port}",
+            "--hosts",
+            str(HOSTS),
+            "--devices",
+            str(DEVICES),
+        ]
         logs = [hosts.folder / f"plain{host}.log" for host in range(HOSTS)]
         started = [
             hosts.start(host, [*command, "--rank", str(host)], environment, log) for host, log in enumerate(logs)
         ]
-        if any([process.wait() for process in started]):
+        codes = [process.wait() for process in started]
+        if any(codes):
             raise SystemExit("\n".join(log.read_text(errors="replace")[-1500:] for log in logs))
         return json.loads(said.read_text())
 
@@ -209,7 +224,9 @@ def table(title: str, rows: Sequence[Row]) -> Table:
         cells = [f"{said * 1e3:.0f}", f"{row.clock_seconds * 1e3:.0f}", f"×{said / row.clock_seconds:.2f}"]
         if said != said:
             cells[0] = cells[2] = ""
-        made.add_row(row.name, row.what, *cells, f"×{row.clock_seconds / best:.2f}", style="bold" if row.name == "auto" else "")
+        made.add_row(
+            row.name, row.what, *cells, f"×{row.clock_seconds / best:.2f}", style="bold" if row.name == "auto" else ""
+        )
     return made
 
 
@@ -252,7 +269,10 @@ def main() -> None:
     rows = measured(told.models, told.mbit, told.steps, {} if told.no_plain else PLAIN)
     if told.rows is not None:
         told.rows.write_text(json.dumps([asdict(row) for row in rows]))
-    groups = [[row for row in rows if (row.model, row.mbit) == pair] for pair in dict.fromkeys((r.model, r.mbit) for r in rows)]
+    groups = [
+        [row for row in rows if (row.model, row.mbit) == pair]
+        for pair in dict.fromkeys((r.model, r.mbit) for r in rows)
+    ]
     for group in groups:
         console.print(table(f"{group[0].model}, {group[0].mbit} Mbit/s", group))
     for group in groups:

@@ -193,7 +193,9 @@ class Ours:
         )
         output = Output(aval, target.layout, mesh=1, stage=1, result=0)
         fleet = fleet_of(cluster)
-        self._executor = RemoteExecutor(Shipments((sender, receiver), (output,)), [aval], fleet, cluster.device.platform)
+        self._executor = RemoteExecutor(
+            Shipments((sender, receiver), (output,)), [aval], fleet, cluster.device.platform
+        )
         world = self._executor.worlds[0]
         self.value = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
         where, number = Where(source.mesh, source.devices, source.layout), next(fleet.numbers)
@@ -278,9 +280,9 @@ class Naive:
         }
         made: Any = ray.remote(Puller)
         self._hosts = [
-            made.options(
-                num_cpus=0, resources={f"node:{address}": 1e-3}, runtime_env={"env_vars": environment}
-            ).remote(host, address)
+            made.options(num_cpus=0, resources={f"node:{address}": 1e-3}, runtime_env={"env_vars": environment}).remote(
+                host, address
+            )
             for host, address in enumerate(addresses)
         ]
         self._addresses = ray.get([host.address.remote() for host in self._hosts])
@@ -322,9 +324,7 @@ class Naive:
             ray.kill(host)
 
 
-def naive_parts(
-    shape: tuple[int, ...], source: Placement, target: Placement
-) -> Iterator[tuple[int, int, Box, Box]]:
+def naive_parts(shape: tuple[int, ...], source: Placement, target: Placement) -> Iterator[tuple[int, int, Box, Box]]:
     """What each device of the target pulls: itself, the first holder, which part of the array, and the holder's piece."""
     holders: dict[Box, int] = {}
     for position, device in enumerate(source.devices):
@@ -378,8 +378,6 @@ def measure(case: Case, cluster: Cluster, naive: Naive, shape: tuple[int, ...], 
     for _ in range(rounds):
         slow.append(naive.once(shape, source, target))
     pulled = (entered(case.target_hosts) - before) / rounds
-    del ours
-    cluster.close()
     return Measured(
         f"{case}",
         transfer.strategy.value,
@@ -405,6 +403,7 @@ def drive(mbit: int, mib: float, rounds: int, only: Sequence[int]) -> list[Measu
         rows.append(measure(CASES[number], cluster, naive, (SIDE, SIDE, depth), rounds))
         print(rows[-1], flush=True)
     naive.close()
+    cluster.close()
     return rows
 
 

@@ -1,7 +1,7 @@
 """The driver of :mod:`tests.test_ray_hosts`, run on the first of its hosts: ``python -m tests.on_hosts CASES.json SAID.json``.
 
-A case is a model, the options of :func:`autopar.parallelize`, and on how many hosts (all, if not said).  It is run on the hosts, by the same plan in this process, and
-under ``jax.jit``; what is said of it are the leaves in which they differ.
+A case is a model, the options of :func:`autopar.parallelize`, and on how many hosts (all, if not said).  It is run on the
+hosts, by the same plan in this process, and under ``jax.jit``; what is said of it are the leaves in which they differ.
 """
 
 from __future__ import annotations

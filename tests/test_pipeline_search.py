@@ -7,10 +7,14 @@ from functools import cache
 
 import pytest
 
+import autopar
+from autopar.cluster import Link
 from autopar.inter_op.pipeline_search import Wanted, search_pipelines
 from autopar.inter_op.stages import Arrangement, PipelineTask, StagePlanner
 from autopar.plan import Schedule
+from benchmarks.models import build
 from tests.pipeline_enumerator import Best, Case, best_of, cases, cluster_of, device_runs
+from tests.toy_runs import eight_slow_devices
 
 WORST = 1.01
 ALIKE = 1e-6
@@ -100,3 +104,17 @@ def test_search_finds_what_the_referee_finds(name: str) -> None:
 def test_search_finds_what_the_referee_finds_in_nearly_all_cases() -> None:
     ratios = [ratio(name) for name in CASES]
     assert sum(one <= 1 + ALIKE for one in ratios) >= ALIKE_SHARE * len(ratios)
+
+
+@pytest.mark.parametrize("latency_seconds", [1e-5, 2e-3])
+def test_free_stages_are_no_worse_than_those_of_one_device(latency_seconds: float) -> None:
+    """Blocks are cut inside where there are more devices than blocks; what crosses there is no partial sum."""
+    slow = Link(latency_seconds, 2e7, 2)
+    cluster = eight_slow_devices().replace(hosts=4, devices_per_host=2, compute_shared_by=8, network_link=slow)
+    model = build("gpt")
+    step = autopar.parallelize(model.train_step, cluster=cluster)
+    plans = {
+        method: step.plan(model.abstract_state(), model.abstract_batch(), method=method)
+        for method in ("auto", "inter_op")
+    }
+    assert plans["auto"].step_seconds <= plans["inter_op"].step_seconds * (1 + 1e-6)

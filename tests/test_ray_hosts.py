@@ -94,7 +94,7 @@ def test_one_mesh(four_hosts: RayNodes, hosts: int, name: str, tmp_path: Path) -
         method: {"model": name, "hosts": hosts, "options": {"stages": 1, "method": method}}
         for method in ("auto", "data_parallel", "zero3")
     }
-    assert run_cases(four_hosts, cases, tmp_path) == dict.fromkeys(cases, {})
+    assert run_cases(four_hosts, cases, tmp_path) == {case: {} for case in cases}
 
 
 @pytest.mark.verify
@@ -108,4 +108,4 @@ def test_pipelines(four_hosts: RayNodes, places: str, name: str, tmp_path: Path)
         }
         for schedule in SCHEDULES
     }
-    assert run_cases(four_hosts, cases, tmp_path) == dict.fromkeys(cases, {})
+    assert run_cases(four_hosts, cases, tmp_path) == {case: {} for case in cases}

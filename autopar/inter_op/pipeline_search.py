@@ -173,7 +173,10 @@ class _Search:
             same = self._starts_of_twin(task.loop)
             task.report_progress("finding the layers")
             self.starts[count] = same or layers(
-                task.loop, task.state_pairs, at_most=MOST_LAYERS, at_least=self._wanted.num_stages or min(MOST_LAYERS, task.cluster.num_devices)
+                task.loop,
+                task.state_pairs,
+                at_most=MOST_LAYERS,
+                at_least=self._wanted.num_stages or min(MOST_LAYERS, task.cluster.num_devices),
             )
         return self.starts[count]
 

@@ -12,6 +12,7 @@ and a folder that is another one on every host: :attr:`Hosts.own_folder`.  All h
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -19,11 +20,13 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 _FIRST = 10  # last part of the first host's address
 _MTU_BYTES = 1500
@@ -79,9 +82,13 @@ class Hosts:
         self._names = [f"{self.prefix}h{host}" for host in range(network.hosts)]
         self._switch = f"{self.prefix}sw"
         self._folder: Path | None = None
+        self._on_term: Any = None
 
     def __enter__(self) -> Hosts:
         remove_abandoned()
+        if threading.current_thread() is threading.main_thread():
+            # `timeout` and CI end a run by it, and Python would go without leaving any `with`.
+            self._on_term = signal.signal(signal.SIGTERM, _ended)
         self._folder = Path(tempfile.mkdtemp(prefix=f"{self.prefix}-"))
         try:
             self._make()
@@ -90,7 +97,9 @@ class Hosts:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -99,6 +108,9 @@ class Hosts:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
+        if self._on_term is not None:
+            signal.signal(signal.SIGTERM, self._on_term)
+            self._on_term = None
 
     # --------------------------------------------------------------------------------------------------- what is there
 
@@ -198,6 +210,10 @@ class Hosts:
             self.set_rate(host, self.network.mbit_per_second)
 
 
+def _ended(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
 def traffic_of(namespace: str) -> Traffic:
     """What has crossed the link of a host; any process of root may ask, in whatever namespace it is."""
     said = json.loads(_call("ip", "-n", namespace, "-json", "-statistics", "link", "show", "dev", "eth0"))
@@ -236,10 +252,8 @@ def _processes(namespace: str) -> list[int]:
 
 
 def _signal(process: int, how: signal.Signals) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
         os.kill(process, how)
-    except ProcessLookupError:
-        pass  # it has ended meanwhile
 
 
 def _call(*command: str) -> str:
