@@ -34,7 +34,12 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
+VERIFIED = ("fully sharded", "four stages")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.verify if name in VERIFIED else ()) for name in PLANS]
+)
 def test_steps_equal_jit(cluster: autopar.Cluster, name: str) -> None:
     step = autopar.parallelize(train_step, cluster=cluster, **PLANS[name])
     state = step.init(partial(create, 0), batch_of(0))
@@ -174,7 +179,11 @@ def driver(tmp_path: Path, more: str) -> Any:
     )
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT], ids=["killed", "interrupted"])
+@pytest.mark.parametrize(
+    "sign",
+    [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.verify)],
+    ids=["killed", "interrupted"],
+)
 def test_workers_end_with_their_driver(local_ray: None, tmp_path: Path, sign: signal.Signals) -> None:
     process = driver(tmp_path, "while True: state, _ = step(state, batch_of(0))")
     try:

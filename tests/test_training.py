@@ -76,7 +76,9 @@ def test_an_iterator_goes_back_to_its_place(tmp_path: Path) -> None:
     assert first + second == wanted
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "sign", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.verify)], ids=["killed", "stopped"]
+)
 def test_losses_are_those_of_an_undisturbed_run(
     step: autopar.Parallelized, tmp_path: Path, sign: signal.Signals
 ) -> None:
