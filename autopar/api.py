@@ -13,6 +13,7 @@ import jax
 from jax import tree_util
 from jax.sharding import PartitionSpec
 
+from autopar.agreed_plans import agreed_plan, refuse_stages
 from autopar.cluster import Cluster
 from autopar.collector import paused_collector
 from autopar.compiled import Compiled
@@ -32,7 +33,7 @@ from autopar.kept_plans import kept_plan
 from autopar.methods import HAND_MADE, Method, method_of
 from autopar.on_ray import pipeline_on_ray, step_on_ray
 from autopar.options import ArgumentNames, Options, checked_cluster, read_options
-from autopar.pipelines import assembled, loop_of
+from autopar.pipelines import assembled, loop_of, wants_pipeline
 from autopar.plan import Plan, Schedule
 from autopar.planning import demands_of_user, make_plan, said_of_inputs
 from autopar.progress import Progress
@@ -389,7 +390,10 @@ class Parallelized:
             kept = (
                 None if cluster.runs_on is None else kept_plan(subject, cluster, (_hashable(demands), subject.wishes))
             )
-            if kept is None or (plan := kept.read()) is None:
+            if cluster.is_distributed:
+                refuse_stages(is_asked=wants_pipeline(demands))
+                plan = agreed_plan(lambda: self._plan(args, kwargs, cluster, demands)[1])
+            elif kept is None or (plan := kept.read()) is None:
                 found, made, _ = self._plan(args, kwargs, cluster, demands)
                 if kept is not None:
                     kept.write(made)

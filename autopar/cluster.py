@@ -210,6 +210,8 @@ class Cluster:
     profile: Profile | None = None
     runs_on: RayHosts | None = field(default=None, repr=False)
     """Where programs for this cluster run; None: in this process, if its devices are those."""
+    is_distributed: bool = False
+    """Whether this process is one of several that run the same script, each on a host of the cluster."""
 
     def __post_init__(self) -> None:
         for count in ("hosts", "devices_per_host", "compute_shared_by"):
@@ -332,6 +334,21 @@ class Cluster:
             if count is not None:
                 _check_count(name, count)
         return ray_cluster(connect(address, hosts, devices_per_host))
+
+    @classmethod
+    def distributed(cls, **options: Any) -> Cluster:
+        """The devices of all processes that run this script, one on each host, without Ray (SLURM, TPU pods, mpirun).
+
+        ``options`` are those of ``jax.distributed.initialize``, which is called unless it was before.  Process 0 plans, and
+        all run its plan on one mesh.  Raises ``ClusterError`` as :meth:`local` does.
+        """
+        import jax
+
+        from autopar.cluster_presets import local_cluster
+
+        if not jax.distributed.is_initialized():
+            jax.distributed.initialize(**options)
+        return dataclasses.replace(local_cluster(profile=None), is_distributed=True)
 
     def on_ray(self, address: str | None = "auto") -> Cluster:
         """This description, run on the hosts of a Ray cluster, of which it takes as many as it has.

@@ -153,11 +153,11 @@ def save_plan(plan: Plan, path: str | Path) -> None:
     finite, an axis that the mesh does not have); then an existing file stays as it was.
     """
     try:
-        data = _encode(plan)
+        data = encode_plan(plan)
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
         raise PlanError(f"{path}: this plan cannot be written as JSON ({error}); nothing was written") from error
     try:
-        readable = _decode(path, data) == plan
+        readable = decode_plan(path, data) == plan
     except PlanError as error:
         raise PlanError(f"this plan is not sound and was not written: {error}") from error
     if not readable:
@@ -184,7 +184,7 @@ class _Table(Generic[_Entry]):
         return self._places
 
 
-def _encode(plan: Plan) -> bytes:
+def encode_plan(plan: Plan) -> bytes:
     """The text of the file, one line for each field of the plan."""
     layouts: _Table[Layout] = _Table()
     strategies: _Table[Strategy] = _Table()
@@ -283,10 +283,11 @@ def load_plan(path: str | Path) -> Plan:
         data = Path(path).read_bytes()
     except OSError as error:
         raise PlanError(f"cannot read plan file {path}: {error.strerror or error}; check the path") from error
-    return _decode(path, data)
+    return decode_plan(path, data)
 
 
-def _decode(path: str | Path, data: bytes) -> Plan:
+def decode_plan(path: str | Path, data: bytes) -> Plan:
+    """The plan of such a text; ``path`` is what errors call it.  Raises ``PlanError`` as :func:`load_plan` does."""
     try:
         _check_header(path, msgspec.json.decode(data, type=Header))
         stored = msgspec.json.decode(data, type=_File).plan

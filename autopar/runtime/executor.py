@@ -16,9 +16,11 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from autopar import _compat
 from autopar.cluster import Mesh
 from autopar.errors import ClusterError
 from autopar.plan import Layout
+from autopar.runtime.host_data import HostLeaf
 from autopar.runtime.interpret import interpret
 from autopar.schedule.spmd import SpmdProgram
 
@@ -121,7 +123,9 @@ class Executor:
             is_placed = is_array and leaf.sharding == sharding
             if is_array and is_donated and (not is_placed or times[id(leaf)] > 1):
                 leaf = leaf.copy()  # device_put would share the piece that stays where it is
-            if not is_placed:
+            if not is_placed and not sharding.is_fully_addressable:
+                leaf = _from_own_pieces(leaf, sharding, dtype)
+            elif not is_placed:
                 array = leaf if is_array else np.asarray(leaf, dtype=dtype)
                 leaf = jax.device_put(array, sharding, may_alias=False if is_donated else None)
             placed.append(leaf)
@@ -139,3 +143,18 @@ class Executor:
     def memory_analysis(self) -> Any:
         """XLA's own account of bytes on one device."""
         return self._compiled.memory_analysis()
+
+
+def _from_own_pieces(leaf: Any, sharding: NamedSharding, dtype: Any) -> jax.Array:
+    """An array over the devices of several processes, each of which has the whole leaf, or reads its own rows."""
+    if isinstance(leaf, HostLeaf):
+        shape = leaf.shape
+        return jax.make_array_from_callback(
+            shape, sharding, lambda index: np.asarray(leaf.read(index or ()), dtype=dtype)
+        )
+    if _compat.is_key_dtype(dtype):
+        words = np.asarray(jax.random.key_data(leaf))
+        whole = jax.make_array_from_callback(words.shape, sharding, lambda index: words[index])
+        return jax.random.wrap_key_data(whole, impl=_compat.key_impl_name(_compat.dtype_name(dtype)))
+    value = np.asarray(leaf, dtype=dtype)
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])

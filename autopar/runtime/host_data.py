@@ -71,6 +71,14 @@ class HostLeaf:
         extent = self.shape[1] if self.folds > 1 else 0
         return RowsPart(tuple((fold * extent + rows[0], fold * extent + rows[1]) for fold in folds), rest, shape)
 
+    def read(self, index: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+        """A box of the leaf, for which only its rows are read."""
+        box = tuple((*one.indices(extent)[:2],) for one, extent in zip(index, self.shape, strict=True))
+        part = self.part(-1, box)
+        rows = [self.data.leaves_of(self.step, slice(*ends))[self.leaf] for ends in part.ranges]
+        rest = tuple(slice(*ends) for ends in part.rest)
+        return np.concatenate(rows)[(slice(None), *rest)].reshape(part.shape)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         rows = self.shape[0] * (self.shape[1] if self.folds > 1 else 1)
         found = np.asarray(self.data.leaves_of(self.step, slice(0, rows))[self.leaf], dtype=dtype or self.dtype)
