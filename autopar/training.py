@@ -85,14 +85,15 @@ class Run:
         """Run; raises ``WorkerError`` when there were more failures than ``max_restarts``, and names the checkpoint."""
         pending: deque[tuple[int, Any]] = deque()
         self._carry_on(self._begin)
-        while pending or self.step < self._steps:
+        while True:
             try:
                 if (sent := self._one_step() if self.step < self._steps else None) is not None:
                     pending.append(sent)
                 if sent is not None and len(pending) <= LAG:
                     continue
                 if not pending:
-                    break
+                    self._finish()
+                    return
                 number, metrics = pending.popleft()
                 metrics = jax.tree.map(np.asarray, metrics)
             except WorkerError as error:
@@ -102,7 +103,6 @@ class Run:
             if number > self._given_out:
                 self._given_out = number
                 yield number, metrics
-        self._finish()
 
     # -------------------------------------------------------------------------------------------------------- steps
 
