@@ -331,8 +331,8 @@ class MeshWorld:
             kill_there(node, pid)
         ray.util.remove_placement_group(self._group)
         if self._service is not None:
-            # It waits for processes that do not say goodbye any more.
-            threading.Thread(target=self._service.shutdown, daemon=True).start()
+            # It waits for processes that do not say goodbye any more.  No daemon: jaxlib aborts a program that ends meanwhile.
+            threading.Thread(target=self._service.shutdown).start()
             self._service = None
 
     # ------------------------------------------------------------------------------------------------------- arrays

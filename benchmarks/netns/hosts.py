@@ -222,11 +222,15 @@ def traffic_of(namespace: str) -> Traffic:
 
 
 def remove_abandoned() -> None:
-    """Take down the hosts of processes that are no more."""
+    """Take down the hosts of processes that are no more, and remove their files."""
     for namespace in _namespaces():
         made = _MADE.fullmatch(namespace)
         if made and not Path("/proc", made["owner"]).exists():
             _remove([namespace])
+    for folder in Path(tempfile.gettempdir()).glob(f"{_NAMES}*-*"):
+        owner = folder.name.removeprefix(_NAMES).partition("-")[0]
+        if owner.isdigit() and not Path("/proc", owner).exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove(namespaces: Sequence[str]) -> None:
