@@ -380,7 +380,7 @@ def test_an_impossible_budget_is_refused_naming_three_tenants() -> None:
         parallel(method="auto", memory_per_device=1000.0).plan(make_state(), make_batch())
     tenants = tenants_of(str(refused.value))
     assert len(set(tenants)) == 3
-    assert {"batch/x", "state/enter/kernel"} & set(tenants)
+    assert any("state" in tenant or tenant == "batch/x" for tenant in tenants)
     # scratch space is told by the user's own line
     assert any(f" at {Path(__file__).name}:" in tenant for tenant in tenants)
 
@@ -420,9 +420,10 @@ def test_a_mesh_that_the_method_cannot_use() -> None:
 
 
 def test_axes_of_size_one_are_left_out() -> None:
-    for method in ("auto", "tensor_parallel"):
-        plan = parallel(method=method, mesh_shape=(1, 8)).plan(make_state(), make_batch())
-        assert str(plan.mesh) == "model=8"
+    tensor_parallel = parallel(method="tensor_parallel", mesh_shape=(1, 8)).plan(make_state(), make_batch())
+    assert str(tensor_parallel.mesh) == "model=8"
+    free = parallel(method="auto", mesh_shape=(1, 8)).plan(make_state(), make_batch())
+    assert free.mesh.axis_sizes == (8,)  # named by what it cuts
     assert str(parallel(mesh_shape=(8, 1)).plan(make_state(), make_batch()).mesh) == "data=8"
 
 
