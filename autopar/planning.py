@@ -153,7 +153,7 @@ class _Planner:
         subject, plan, found = free
         demands, method = self.demands, method_of(self.demands.method)
         has_shape = demands.mesh_shape is not None or (isinstance(method, IntraOp) and method.mesh_shape is not None)
-        is_asked = bool(demands.constraints) or has_shape or bool(subject.wishes.texts)
+        is_asked = bool(demands.constraints) or has_shape or bool(subject.wishes.texts or subject.wishes.wishes)
         if is_asked or subject.num_microbatches > 1 or found.model is None or found.is_squeezed:
             return free
         if found.model.cost(found.options) >= (1 - WORTH_SHARE) * plan.step_seconds:
