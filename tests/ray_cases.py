@@ -48,3 +48,8 @@ def value(leaf: Any) -> np.ndarray:
 def assert_equal(left: Any, right: Any) -> None:
     for ours, theirs in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
         np.testing.assert_allclose(value(ours), value(theirs), rtol=1e-11, atol=1e-12)
+
+
+def workers_of(step: Any) -> list[int]:
+    """The processes that the last step ran in; those of other tests' meshes are left out."""
+    return [status.pid for world in step.last.executor.worlds for status in world.status()]

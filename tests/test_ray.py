@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 import autopar
 from autopar.cli import main
 from autopar.runtime.mesh_host import MeshHost
-from tests.ray_cases import BATCH, WIDTH, assert_equal, batch_of, create, train_step
+from tests.ray_cases import BATCH, WIDTH, assert_equal, batch_of, create, train_step, workers_of
 
 PLANS = {
     "one mesh over two hosts": {"stages": 1},
@@ -115,7 +115,7 @@ def test_a_killed_worker_is_named(cluster: autopar.Cluster) -> None:
     state = step.init(partial(create, 0), batch_of(0))
     state, metrics = step(state, batch_of(0))
     float(metrics["loss"])
-    os.kill(step.last.executor.fleet.status()[0].pid, 9)
+    os.kill(workers_of(step)[0], 9)
 
     def go_on() -> None:
         carried = state

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import autopar
-from tests.ray_cases import batch_of, create, train_step
+from tests.ray_cases import batch_of, create, train_step, workers_of
 
 make = partial(create, 0)
 STAGES = {"stages": 2, "num_microbatches": 2}
@@ -85,14 +85,14 @@ def test_losses_are_those_of_an_undisturbed_run(
     wanted = losses(autopar.Run(step, make, batches, steps=14))
     run = autopar.Run(step, make, batches, steps=14, checkpoints=autopar.Checkpoints(tmp_path, every_steps=3))
     found, drawn = [], random.Random(0)
-    before = {one.pid for one in step.last.executor.fleet.status()}
+    before = set(workers_of(step))
     for number, metrics in run:
         found.append(float(metrics["loss"]))
         if number == 6:
-            os.kill(drawn.choice(step.last.executor.fleet.status()).pid, sign)
+            os.kill(drawn.choice(workers_of(step)), sign)
     np.testing.assert_array_equal(found, wanted)
     assert len(run.restarts) == 1
-    after = {one.pid for one in step.last.executor.fleet.status()}
+    after = set(workers_of(step))
     assert len(after & before) == len(before) - 1, "only the mesh that failed is built anew"
 
 
@@ -103,7 +103,7 @@ def test_too_many_failures_name_the_checkpoints(step: autopar.Parallelized, tmp_
     def go() -> None:
         for number, _ in run:
             if number == 4:
-                os.kill(step.last.executor.fleet.status()[0].pid, signal.SIGKILL)
+                os.kill(workers_of(step)[0], signal.SIGKILL)
 
     with pytest.raises(autopar.WorkerError, match=rf"max_restarts=0.*{tmp_path}"):
         go()
@@ -123,7 +123,7 @@ def test_chaos(step: autopar.Parallelized, tmp_path: Path, seed: int) -> None:
     for number, metrics in run:
         found.append(float(metrics["loss"]))
         if number % (steps // blows) == 0:
-            victim = drawn.choice(step.last.executor.fleet.status()).pid
+            victim = drawn.choice(workers_of(step))
             how = signal.SIGSTOP if drawn.random() < 0.2 else signal.SIGKILL
             threading.Timer(drawn.uniform(0, 0.05), _strike, (victim, how)).start()
     np.testing.assert_array_equal(found, wanted)
