@@ -86,19 +86,35 @@ def search_pipelines(
     are, by that number, the forward operators before which layers begin, unless they are to be found.
     Raises :class:`~autopar.errors.BudgetError` where pipelines were found but none keeps the budget.
     """
-    search = _Search(tasks, counts, wanted, to_beat_seconds)
-    search.starts.update(starts or {})
-    return search.best()
+    coarse = _Search(tasks, counts, wanted, to_beat_seconds, wanted.num_stages or 2)
+    coarse.starts.update(starts or {})
+    found = coarse.best()
+    if wanted.num_stages is not None or starts is not None or not coarse.is_small:
+        return found
+    # A stage for each device needs as many layers.  They are looked at behind the few that cost least to part: more groupings
+    # of more layers would crowd these out.
+    enough = to_beat_seconds if found is None else found.step_seconds
+    fine = _Search(tasks, counts, wanted, enough, coarse.num_devices)
+    if fine.num_layers <= coarse.num_layers:
+        return found
+    return fine.best() or found
 
 
 class _Search:
     """Owns the best pipeline so far."""
 
     def __init__(
-        self, tasks: Callable[[int], PipelineTask], counts: Sequence[int], wanted: Wanted, to_beat_seconds: float
+        self,
+        tasks: Callable[[int], PipelineTask],
+        counts: Sequence[int],
+        wanted: Wanted,
+        to_beat_seconds: float,
+        at_least: int,
     ) -> None:
+        """``at_least`` is the number of layers that are looked for."""
         self._tasks, self._counts, self._wanted = tasks, sorted(counts), wanted
         self._enough = to_beat_seconds
+        self._at_least = at_least
         self._best: PipelineFound | None = None
         self._grouping: Grouping | None = None
         self._planned: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
@@ -107,8 +123,28 @@ class _Search:
         self._rulebook: Rulebook | None = None
         self.starts: dict[int, tuple[int, ...]] = {}
 
+    @property
+    def _base(self) -> int:
+        """The number of microbatches that stands for the others."""
+        return max((count for count in self._counts if count <= ESTIMATED_COUNT), default=self._counts[0])
+
+    @property
+    def is_small(self) -> bool:
+        """Whether many groupings may be planned."""
+        return len(self._tasks(self._base).loop.graph.operators) <= PLANNED_OPERATORS
+
+    @property
+    def num_devices(self) -> int:
+        """Of the cluster."""
+        return self._tasks(self._base).cluster.num_devices
+
+    @property
+    def num_layers(self) -> int:
+        """Into how many layers the step may be cut."""
+        return len(self._layers(self._base)) + 1
+
     def best(self) -> PipelineFound | None:
-        base = max((count for count in self._counts if count <= ESTIMATED_COUNT), default=self._counts[0])
+        base = self._base
         task = self._tasks(base)
         if not self._layers(base):
             return None
@@ -176,7 +212,7 @@ class _Search:
                 task.loop,
                 task.state_pairs,
                 at_most=MOST_LAYERS,
-                at_least=self._wanted.num_stages or min(MOST_LAYERS, task.cluster.num_devices),
+                at_least=min(MOST_LAYERS, self._at_least),
             )
         return self.starts[count]
 
