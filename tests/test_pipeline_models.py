@@ -81,10 +81,10 @@ MODELS: Mapping[str, Callable[[], Model]] = {
     "gpt_masked": masked_gpt,
     "gpt_multi_steps": gpt_with_multi_steps,
 }
-NAMED = ("gpt", "gpt2", "gpt_multi_steps", "t5", "unet", "llama_nnx")
+NAMED = ("gpt", "gpt2", "gpt_multi_steps", "unet")
 """Met by the default run; the first ties its embedding and clips by the global norm; gpt2 drops out.
 
-Variants of gpt (rematerialised, with a masked loss) are in the verify product only: the default run has minutes.
+The others are in the verify product only: the default run has minutes.
 """
 
 
