@@ -16,16 +16,16 @@ from autopar.errors import InternalError
 from autopar.runtime.collectives import is_key
 from autopar.runtime.interpreter import Interpreter, Key, finisher
 from autopar.runtime.pulled import Peers, PullTransport
-from autopar.runtime.shipment import Entry, MeshShipment, Program
-from autopar.runtime.stage_executable import stored_sharding
+from autopar.runtime.shipment import MeshShipment, Program
+from autopar.runtime.stage_executable import PartExecutable, stored_sharding
 from autopar.schedule.cross_mesh import Placement
 from autopar.schedule.instructions import Run, Slot
 
 MeshMaker = Callable[[Mesh, tuple[int, ...]], jax.sharding.Mesh]
 
 
-class LoadedProgram:
-    """One exported module, compiled for the devices of a mesh; calls are asynchronous."""
+class LoadedProgram(PartExecutable):
+    """One exported module, compiled for the devices of a mesh."""
 
     def __init__(self, program: Program, mesh: jax.sharding.Mesh) -> None:
         # bytearray: the reader of jax 0.10 does not take bytes.
@@ -44,19 +44,7 @@ class LoadedProgram:
             keep_unused=True,
         )
         with jax.set_mesh(mesh):
-            self._compiled = jitted.lower(*arguments).compile()
-
-    def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """Run."""
-        return list(self._compiled(*arrays))
-
-    def as_text(self) -> str:
-        """The optimized HLO."""
-        return str(self._compiled.as_text())
-
-    def memory_analysis(self) -> Any:
-        """XLA's own account of bytes on one device."""
-        return self._compiled.memory_analysis()
+            super().__init__(jitted.lower(*arguments).compile())
 
 
 class Loaded:
@@ -83,6 +71,10 @@ class Loaded:
             slot: _replicated(slot.microbatch, stored_sharding(layout, self._meshes[slot.stage]))
             for slot, layout in shipment.counted
         }
+        self.entry_shardings = [
+            stored_sharding(entry.layout, self._meshes[entry.slot.stage]) for entry in shipment.entries
+        ]
+        """How the leaves are stored, in the order of the shipment's entries."""
         self._transport: PullTransport | None = None
         self._peers: Peers | None = None
 
@@ -122,14 +114,6 @@ class Loaded:
             return jax.numpy.zeros((), bool) if is_key(array) else jax.numpy.ravel(array)[:0]
 
         return jax.jit(empty, keep_unused=True)
-
-    def entry_sharding(self, entry: Entry) -> Any:
-        """How a leaf is stored."""
-        return stored_sharding(entry.layout, self._meshes[entry.slot.stage])
-
-    def moved(self, array: jax.Array, entry: Entry) -> jax.Array:
-        """An array that lies otherwise on the same devices, as an entry wants it."""
-        return jax.jit(lambda x: x, out_shardings=self.entry_sharding(entry))(array)
 
     def _placed(self, placement: Placement) -> jax.sharding.Mesh:
         return self._mesh_of(placement.mesh, placement.devices)

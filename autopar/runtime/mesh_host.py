@@ -193,18 +193,20 @@ class MeshHost:
             self._gauges.set(self.status())
 
     def _given(self, loaded: Any, given: Sequence[Any]) -> list[Any]:
+        import jax
+
         from autopar.runtime.messages import HostRows
 
         times = Counter(one for one in given if isinstance(one, int))
         arrays = []
-        for entry, one in zip(loaded.shipment.entries, given, strict=True):
+        for entry, sharding, one in zip(loaded.shipment.entries, loaded.entry_shardings, given, strict=True):
             if not isinstance(one, int):
                 pieces = self._read_rows(one) if isinstance(one, HostRows) else one
-                arrays.append(self._put(pieces, loaded.entry_sharding(entry)))
+                arrays.append(self._put(pieces, sharding))
                 continue
             array = self._array(one)
-            if not array.sharding.is_equivalent_to(loaded.entry_sharding(entry), array.ndim):
-                array = loaded.moved(array, entry)
+            if not array.sharding.is_equivalent_to(sharding, array.ndim):
+                array = jax.jit(lambda x: x, out_shardings=sharding)(array)  # on the same devices, cut otherwise
             elif entry.is_donated and times[one] > 1:
                 array = array.copy()
             arrays.append(array)

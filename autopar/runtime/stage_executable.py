@@ -88,18 +88,12 @@ def jitted_part(executable: Executable, mesh: Any, count: int, avals: Mapping[in
     return JittedPart(jitted, tuple(arguments), layouts, out_layouts, donated)
 
 
-class StageExecutable:
-    """Owns one compiled part of a stage; calls are asynchronous, as every JAX call."""
+class PartExecutable:
+    """Owns one compiled part of a stage, wherever it was traced; calls are asynchronous, as every JAX call."""
 
-    def __init__(self, executable: Executable, mesh: jax.sharding.Mesh, count: int, avals: Mapping[int, Any]) -> None:
-        """``avals`` are the abstract arrays of the stage's values, ``count`` is the number of microbatches."""
-        part = jitted_part(executable, mesh, count, avals)
-        self.arguments = part.arguments
-        self.donated = part.donated
-        started = time.monotonic()
-        with jax.disable_jit(False), jax.set_mesh(mesh):
-            self._compiled = part.function.lower(*part.arguments).compile()
-        self.compile_seconds = time.monotonic() - started
+    def __init__(self, compiled: Any) -> None:
+        """``compiled`` is what ``jax.stages.Lowered.compile`` gives."""
+        self._compiled = compiled
 
     def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """Run; a stacked argument is given as one array per microbatch."""
@@ -112,6 +106,20 @@ class StageExecutable:
     def memory_analysis(self) -> Any:
         """XLA's own account of bytes on one device."""
         return self._compiled.memory_analysis()
+
+
+class StageExecutable(PartExecutable):
+    """A part that is traced and compiled for the devices of this process."""
+
+    def __init__(self, executable: Executable, mesh: jax.sharding.Mesh, count: int, avals: Mapping[int, Any]) -> None:
+        """``avals`` are the abstract arrays of the stage's values, ``count`` is the number of microbatches."""
+        part = jitted_part(executable, mesh, count, avals)
+        self.arguments = part.arguments
+        self.donated = part.donated
+        started = time.monotonic()
+        with jax.disable_jit(False), jax.set_mesh(mesh):
+            super().__init__(part.function.lower(*part.arguments).compile())
+        self.compile_seconds = time.monotonic() - started
 
 
 def _donated(executable: Executable, count: int) -> tuple[int, ...]:
