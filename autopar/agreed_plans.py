@@ -18,6 +18,12 @@ from autopar.plan_file import decode_plan, encode_plan
 
 _PLAN, _ERROR = b"P", b"E"
 
+NO_STAGES = (
+    "a pipeline over the processes of Cluster.distributed() is not supported; leave stages out, or run it with "
+    "Cluster.ray(), where every mesh is a world of its own"
+)
+"""Pipelines need a transport between processes, which those of Ray have."""
+
 
 def agreed_plan(make: Callable[[], Plan]) -> Plan:
     """The plan that ``make`` gives in process 0; raises there what it raises, and ``PlanError`` in the others."""
@@ -48,12 +54,3 @@ def _told(said: bytes) -> bytes:
     if said:
         data[:] = np.frombuffer(said, np.uint8)
     return bytes(np.asarray(multihost_utils.broadcast_one_to_all(data)).tobytes())
-
-
-def refuse_stages(*, is_asked: bool) -> None:
-    """Pipelines need a transport between processes, which those of Ray have."""
-    if is_asked:
-        raise PlanError(
-            "a pipeline over the processes of Cluster.distributed() is not supported; leave stages out, or run it with "
-            "Cluster.ray(), where every mesh is a world of its own"
-        )

@@ -13,7 +13,7 @@ import jax
 from jax import tree_util
 from jax.sharding import PartitionSpec
 
-from autopar.agreed_plans import agreed_plan, refuse_stages
+from autopar.agreed_plans import NO_STAGES, agreed_plan
 from autopar.cluster import Cluster
 from autopar.collector import paused_collector
 from autopar.compiled import Compiled
@@ -30,6 +30,7 @@ from autopar.inter_op.terms import BatchCoupling, MicrobatchRng, Terms
 from autopar.intra_op.search import Found
 from autopar.intra_op.why import Question, Why, why
 from autopar.kept_plans import kept_plan
+from autopar.likeness import Likeness, types_of
 from autopar.methods import HAND_MADE, Method, method_of
 from autopar.on_ray import pipeline_on_ray, step_on_ray
 from autopar.options import ArgumentNames, Options, checked_cluster, read_options
@@ -64,6 +65,8 @@ class Parallelized:
         self._in_use: Plan | None = None
         self._pipeline: tuple[Plan, Cluster, Assembled] | None = None
         self._last: Compiled | None = None
+        self._taken: dict[Hashable, Plan] = {}  # plans that were read from disk or told by process 0
+        self._likeness: Likeness | None = None  # of the plan that ran last, or that the state was born for
 
     # ------------------------------------------------------------------------------------------------------- calling
 
@@ -78,7 +81,7 @@ class Parallelized:
         if (compiled := self._quick.get(quick_key)) is None:
             call = self._flatten(args, kwargs)
             self._refuse_tracers(call)
-            leaves, key = list(call.leaves), (_key_of(call), self._names_on(call))
+            leaves, key = list(call.leaves), (_key_of(call), self._names_on(call), self._like_key)
             if (compiled := self._compiled.get(key)) is None:
                 compiled = self._compiled[key] = self._compile(args, kwargs, self.cluster, None)
             if quick_key is not None:
@@ -98,7 +101,7 @@ class Parallelized:
         if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             return [], None
         try:
-            key = (tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+            key = (tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves), self._like_key)
             hash(key)
         except (AttributeError, TypeError):
             return [], None
@@ -172,8 +175,7 @@ class Parallelized:
             raise TraceError(
                 "init_fn returns more leaves than the step takes arguments; pass the step's other arguments"
             )
-        stages = self._assembled(subject, plan, self.cluster).pipeline.stages if plan.is_pipeline else ()
-        return traced, shapes, plan, stages_of_leaves(stages)
+        return traced, shapes, plan, self._note_likeness(subject, plan, self.cluster)
 
     def with_options(self, **options: Any) -> Parallelized:
         """The same function with some options of :func:`parallelize` changed; it plans and compiles for itself."""
@@ -184,12 +186,21 @@ class Parallelized:
     @property
     def cluster(self) -> Cluster:
         """The cluster that is planned for unless a call says otherwise."""
-        return self._options.cluster or Cluster.local()
+        like = self._options.like
+        return self._options.cluster or (Cluster.local() if like is None else like.cluster)
 
     @property
     def last(self) -> Compiled | None:
         """What the last call ran."""
         return self._last
+
+    def likeness(self) -> Likeness:
+        """Where the state lies by the plan that ran last, or that :meth:`init` used; raises PlanError while there is none."""
+        if self._likeness is None:
+            raise PlanError(
+                f"{self._name}, which like= names, has no plan yet; call its init, or run a step of it, first"
+            )
+        return self._likeness
 
     def records(
         self, *args: Any, cluster: Cluster | None = None, method: str | Method | None = None, **kwargs: Any
@@ -261,9 +272,15 @@ class Parallelized:
 
     def _demands(self, method: str | Method | None) -> Demands:
         if method is None:
-            return self._options.demands
+            like = self._options.like
+            return self._options.demands if like is None else replace(self._options.demands, like=like.likeness())
         method_of(method)  # refuses what is none
         return replace(self._options.demands, method=method)
+
+    @property
+    def _like_key(self) -> Hashable:
+        like = self._options.like
+        return None if like is None else like.likeness().key
 
     def _progress(self) -> Progress:
         return Progress(self._name)
@@ -287,7 +304,7 @@ class Parallelized:
 
     def _subject(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], platform: str) -> Subjected:
         call = self._flatten(args, kwargs)
-        key = (_key_of(call), self._names_on(call), platform)
+        key = (_key_of(call), self._names_on(call), platform, self._like_key)
         if key not in self._subjects:
             options = self._options
             static: dict[str, Any] = {
@@ -295,7 +312,10 @@ class Parallelized:
                 "static_argnames": options.static_argnames,
             }
             program = trace(self._function, args, kwargs, **static)
-            roles = infer_roles(program, batch_argnums=options.batch_argnums, state_argnums=options.state_argnums)
+            batch = options.batch_argnums
+            if batch is None and options.like is not None:
+                batch = options.like.likeness().batch_arguments(program.in_keys, types_of(program))
+            roles = infer_roles(program, batch_argnums=batch, state_argnums=options.state_argnums)
             retrace = retracer(self._function, call, program, roles.leaves(Role.BATCH), **static)
             self._subjects[key] = subject_of(program, roles, platform, self._leaf_wishes(call), retrace)
         return self._subjects[key]
@@ -311,6 +331,8 @@ class Parallelized:
         if self._options.demands.user_shardings is UserShardings.IGNORE:
             return None
         said = leaf_wishes(call)
+        if self._options.like is not None:
+            return replace(said, placed={})  # the other step says where arrays lie
         for path in call.paths:
             self._placed.setdefault(path, said.placed.get(path))
         placed = {path: wish for path in call.paths if (wish := self._placed[path]) is not None}
@@ -328,7 +350,7 @@ class Parallelized:
         self, subject: Subjected, cluster: Cluster, demands: Demands, progress: Progress
     ) -> tuple[Subjected, Plan, Found | None]:
         """The subject that comes back runs in as many microbatches as the plan says."""
-        key = (subject.fingerprint, cluster, (_hashable(demands), subject.wishes))
+        key = (subject.fingerprint, cluster, (demands.key, subject.wishes))
         if key not in self._planned:
             progress.say("planning")
             self._planned[key] = self._reused(subject, cluster, demands) or make_plan(
@@ -340,7 +362,7 @@ class Parallelized:
         self, subject: Subjected, cluster: Cluster, demands: Demands
     ) -> tuple[Subjected, Plan, Found | None] | None:
         """An earlier plan of the same program with other sizes, if its layouts still divide."""
-        asked = (_hashable(demands), subject.wishes)
+        asked = (demands.key, subject.wishes)
         for (_, known_cluster, known_asked), (_, plan, found) in self._planned.items():
             if known_cluster == cluster and known_asked == asked:
                 adapted = adapt_stage(plan, subject, cluster, demands)
@@ -357,6 +379,8 @@ class Parallelized:
         target: Target | None = None,
     ) -> Compiled:
         subject, plan = self._planned_or_in_use(args, kwargs, cluster, method)
+        if target is None:
+            self._note_likeness(subject, plan, cluster)
         if plan.is_pipeline and target is not None:
             raise PlanError("a pipeline is compiled for the devices of this process only; leave compiler= out")
         donated = subject.donated if self._options.demands.donate_state else frozenset()
@@ -387,21 +411,41 @@ class Parallelized:
         subject, plan = self._subject(args, kwargs, platform), self._in_use
         if plan is None or method is not None:
             demands = self._demands(method)
-            kept = (
-                None if cluster.runs_on is None else kept_plan(subject, cluster, (_hashable(demands), subject.wishes))
-            )
-            if cluster.is_distributed:
-                refuse_stages(is_asked=wants_pipeline(demands))
-                plan = agreed_plan(lambda: self._plan(args, kwargs, cluster, demands)[1])
-            elif kept is None or (plan := kept.read()) is None:
-                found, made, _ = self._plan(args, kwargs, cluster, demands)
-                if kept is not None:
-                    kept.write(made)
-                return found, made
+            if cluster.runs_on is None and not cluster.is_distributed:
+                found, plan, _ = self._plan(args, kwargs, cluster, demands)
+                return found, plan
+            key = subject.fingerprint, cluster, (demands.key, subject.wishes)
+            if key not in self._taken:
+                self._taken[key] = self._told_or_kept(subject, args, kwargs, cluster, demands)
+            plan = self._taken[key]
         terms = self._options.demands.terms(plan.num_microbatches)
         _check_fits(plan, subject, terms, cluster)
         rewritten = as_loop if plan.is_pipeline else microbatched
         return rewritten(subject, terms, platform), plan
+
+    def _told_or_kept(
+        self, subject: Subjected, args: tuple[Any, ...], kwargs: Mapping[str, Any], cluster: Cluster, demands: Demands
+    ) -> Plan:
+        """The plan of a cluster of several processes: of all the same one, and the same in a second start of the job."""
+        if cluster.is_distributed:
+            if wants_pipeline(demands):
+                raise PlanError(NO_STAGES)
+            return agreed_plan(lambda: self._plan(args, kwargs, cluster, demands)[1])
+        kept = kept_plan(subject, cluster, (demands.key, subject.wishes))
+        plan = None if kept is None else kept.read()
+        if plan is None:
+            plan = self._plan(args, kwargs, cluster, demands)[1]
+            if kept is not None:
+                kept.write(plan)
+        return plan
+
+    def _note_likeness(self, subject: Subjected, plan: Plan, cluster: Cluster) -> dict[int, int]:
+        """Remember where the state lies for steps that are to be like this one; returns the stages of the leaves."""
+        stages = self._assembled(subject, plan, cluster).pipeline.stages if plan.is_pipeline else ()
+        stage_of = stages_of_leaves(stages)
+        program = (subject.undivided or subject).program
+        self._likeness = Likeness(plan, program.in_keys, types_of(program), subject.roles, stage_of)
+        return stage_of
 
     def _assembled(self, subject: Subjected, plan: Plan, cluster: Cluster) -> Assembled:
         """The pipeline of a plan; the last one is remembered, for a state is born before the first step."""
@@ -456,24 +500,6 @@ def _type_of(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
     return tuple(typed.shape), str(typed.dtype)
 
 
-def _hashable(demands: Demands) -> Hashable:
-    constraints = tuple((pattern, str(spec)) for pattern, spec in demands.constraints.items())
-    return (
-        demands.method,
-        demands.memory_per_device,
-        demands.mesh_shape,
-        constraints,
-        demands.donate_state,
-        demands.num_microbatches,
-        demands.user_shardings,
-        demands.solver_seconds,
-        demands.stages,
-        demands.schedule,
-        demands.batch_coupling,
-        demands.rng,
-    )
-
-
 @overload
 def parallelize(function: Callable[..., Any], /, **options: Any) -> Parallelized: ...
 
@@ -498,6 +524,7 @@ def parallelize(
     user_shardings: str | UserShardings = "respect",
     batch_coupling: str | BatchCoupling = "refuse",
     rng: str | MicrobatchRng = "exact",
+    like: Parallelized | None = None,
 ) -> Callable[[Callable[..., Any]], Parallelized]: ...
 
 
@@ -534,6 +561,8 @@ def parallelize(function: Callable[..., Any] | None = None, /, **options: Any) -
     * ``user_shardings``: ``"respect"`` keeps shardings that stand in the function (``with_sharding_constraint``), on its
       arguments (``Partitioned`` boxes, NNX metadata) and of state that lies on several devices, on the mesh that they
       name; ``"ignore"`` plans as if there were none.
+    * ``like``: another parallelized step, which has a plan: the state, or a part of it, stays where that step's plan puts it,
+      on the same mesh or stages, and only the rest is planned. For evaluation and inference beside training.
     * ``solver_seconds``: time limit of one integer program; the best solution found then is used, with its gap.
     """
     if function is None:

@@ -11,13 +11,14 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 from jax.sharding import PartitionSpec
 
 from autopar.cluster import Cluster
 from autopar.errors import ClusterError, PlanError, TraceError
 from autopar.inter_op.terms import BatchCoupling, MicrobatchRng
+from autopar.likeness import Likeness
 from autopar.methods import InterOp, method_of
 from autopar.plan import Schedule
 from autopar.subjects import Demands
@@ -36,6 +37,18 @@ class Options:
     static_argnames: str | Iterable[str] = ()
     batch_argnums: ArgumentNames = None
     state_argnums: ArgumentNames = None
+    like: Likened | None = None
+
+
+class Likened(Protocol):
+    """A parallelized step, of which another takes over where the state lies."""
+
+    @property
+    def cluster(self) -> Cluster:
+        """Where it runs."""
+
+    def likeness(self) -> Likeness:
+        """Its plan and its leaves; raises PlanError while it has none."""
 
 
 _NAMED: Mapping[str, type[Enum]] = {
@@ -53,8 +66,9 @@ _DEMANDS = (
     "stages",
     "schedule",
 )
+_SAID_BY_LIKE = ("method", "mesh_shape", "constraints", "stages", "schedule")
 _ARGUMENTS = ("static_argnums", "static_argnames", "batch_argnums", "state_argnums")
-_EVERY = sorted((*_DEMANDS, *_ARGUMENTS, "cluster", "donate_argnums", *_NAMED))
+_EVERY = sorted((*_DEMANDS, *_ARGUMENTS, "cluster", "donate_argnums", "like", *_NAMED))
 
 
 def read_options(given: Mapping[str, Any], known: Options) -> Options:
@@ -77,9 +91,32 @@ def read_options(given: Mapping[str, Any], known: Options) -> Options:
     others = {name: _argument_names(name, given[name]) for name in _ARGUMENTS if name in given}
     if "cluster" in given:
         others["cluster"] = checked_cluster(given["cluster"])
+    if "like" in given:
+        others["like"] = _likened(given["like"])
     options = replace(known, demands=replace(known.demands, **demands), **others)
     _check_schedule(options.demands)
+    _check_like(options)
     return options
+
+
+def _likened(value: Any) -> Any:
+    if value is not None and not callable(getattr(value, "likeness", None)):
+        raise PlanError(f"like={_shown(value)} is no parallelized step; pass what autopar.parallelize returned")
+    return value
+
+
+def _check_like(options: Options) -> None:
+    """Refuse options that ask for what ``like`` says already."""
+    if options.like is None:
+        return
+    asked = [name for name in _SAID_BY_LIKE if getattr(options.demands, name) != getattr(Demands(), name)]
+    if options.cluster is not None and options.cluster != options.like.cluster:
+        asked.append("cluster")
+    if asked:
+        raise PlanError(
+            f"like= takes mesh, stages and layouts from another step, and {', '.join(f'{name}=' for name in asked)} asks for "
+            "others; leave one of them out"
+        )
 
 
 def _check_schedule(demands: Demands) -> None:

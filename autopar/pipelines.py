@@ -44,6 +44,7 @@ from autopar.inter_op.stages import (
     leaves_of,
 )
 from autopar.intra_op.restrict import Reach, Restriction
+from autopar.likeness import Likeness, StageAsThere, as_there, cuts_as_there
 from autopar.methods import InterOp, IntraOp, Subject, batch_reach, mesh_of, method_of
 from autopar.plan import Plan, Schedule, SolverReport
 from autopar.schedule.stage_program import Passing, StageProgram
@@ -102,6 +103,33 @@ def plan_pipeline(
         return one, plan_of_pipeline(one, cluster, demands, found), None
     assert refusal is not None
     raise refusal
+
+
+def plan_pipeline_like(
+    like: Likeness, subject: Subjected, cluster: Cluster, demands: Demands, report_progress: Callable[[str], None]
+) -> tuple[Subjected, Plan, None]:
+    """The plan of a pipeline whose stages are those of another step's, as far as the leaves of both are the same.
+
+    Raises :class:`~autopar.errors.PlanError` where this step has no such stages.
+    """
+    there = as_there(like, subject.program)
+    count, size = like.plan.num_microbatches, subject.roles.batch_size
+    if demands.num_microbatches is None and size is not None and size % count == 0:
+        demands = replace(demands, num_microbatches=count)
+    one = _as_microbatches(subject, len(there.devices), cluster, demands)
+    loop = loop_of(one)
+    cuts = cuts_as_there(loop, one.roles.state_pairs, there)
+    if len(cuts) != len(there.devices) - 1:
+        raise PlanError(
+            f"the step that like= names runs in {len(there.devices)} stages, and this one has too few operators for as "
+            "many; leave like= out: its arguments are then moved to where its own plan wants them"
+        )
+    task = replace(
+        pipeline_task(one, loop, cluster, demands, report_progress),
+        demands=StageAsThere(there, one.program.in_paths),
+    )
+    found = StagePlanner(task).plan(Arrangement(cuts, there.devices, like.plan.schedule))
+    return one, plan_of_pipeline(one, cluster, demands, found), None
 
 
 def may_be_pipeline(subject: Subjected, cluster: Cluster, demands: Demands, whole: Plan | None) -> bool:

@@ -31,8 +31,16 @@ from autopar.inter_op.looped import looped
 from autopar.inter_op.rescaled import Rescaling
 from autopar.intra_op.restrict import Restriction
 from autopar.intra_op.search import HOPELESS, LARGE_OPERATORS, WORTH_SHARE, Found, Task, search
+from autopar.likeness import as_there
 from autopar.methods import HAND_MADE, IntraOp, Subject, mesh_of, method_of
-from autopar.pipelines import best_pipeline, counts_of, may_be_pipeline, plan_pipeline, wants_pipeline
+from autopar.pipelines import (
+    best_pipeline,
+    counts_of,
+    may_be_pipeline,
+    plan_pipeline,
+    plan_pipeline_like,
+    wants_pipeline,
+)
 from autopar.plan import Plan
 from autopar.schedule.spmd import output_layouts
 from autopar.subjects import Demands, Rewritings, Subjected
@@ -56,6 +64,9 @@ def said_of_inputs(subject: Subjected, user: UserDemands, demands: Demands) -> d
     """What explanations say of inputs (by position) of which the user has demanded a layout, and where."""
     position_of = {value: position for position, value in enumerate(subject.graph.inputs)}
     said = {}
+    if demands.like is not None:
+        there = as_there(demands.like, subject.program)
+        said.update(dict.fromkeys(there.layouts, "it lies so in the step that like= names"))
     for wish in sorted(user.wishes, key=lambda wish: wish.origin is not Origin.CODE):
         if wish.origin is Origin.CODE and wish.source in position_of:
             said[position_of[wish.source]] = f"used as you asked: {wish.place.rsplit('/', 1)[-1]}"
@@ -85,6 +96,10 @@ def make_plan(
     Raises :class:`~autopar.errors.PlanError` when a demand cannot be met.
     """
     subject = subject.undivided or subject
+    if demands.like is not None:
+        if demands.like.plan.is_pipeline:
+            return plan_pipeline_like(demands.like, subject, cluster, demands, report_progress)
+        demands = replace(demands, mesh_shape=as_there(demands.like, subject.program).mesh_shape)
     if wants_pipeline(demands):
         return plan_pipeline(subject, cluster, demands, report_progress)
     planner = _Planner(subject, cluster, demands, report_progress)
@@ -207,10 +222,14 @@ class _Planner:
         constraints = without_axes_of_one(demands)
         folded = frozenset(subject.graph.inputs[position] for position in subject.folded)
         named = Leaves(subject.graph, subject.names, folded)
-        is_asked = bool(demands.constraints) or user.meshes is not None
+        is_asked = bool(demands.constraints) or user.meshes is not None or demands.like is not None
+        there = None if demands.like is None else as_there(demands.like, subject.program)
+        positions = {value: position for position, value in enumerate(subject.graph.inputs)}
 
         def restriction(mesh: Mesh) -> Restriction:
             allowed = with_constraints(method.restriction(view, mesh), named, constraints, mesh)
+            if there is not None:
+                allowed = there.kept(allowed, subject.graph, positions, mesh)
             return with_wishes(allowed, user, subject.graph, mesh)
 
         return Task(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, fields, replace
 
 from jax.sharding import PartitionSpec
 
@@ -26,6 +26,7 @@ from autopar.inter_op.examples import CoupledBatchError, examples_of
 from autopar.inter_op.looped import as_one_trip, with_open_branches
 from autopar.inter_op.terms import BatchCoupling, MicrobatchRng, Terms
 from autopar.intra_op.search import Ground
+from autopar.likeness import Likeness
 from autopar.methods import Method
 from autopar.plan import Schedule
 from autopar.user_shardings import UserShardings
@@ -48,6 +49,16 @@ class Demands:
     schedule: Schedule | None = None
     batch_coupling: BatchCoupling = BatchCoupling.REFUSE
     rng: MicrobatchRng = MicrobatchRng.EXACT
+    like: Likeness | None = None
+    """The step whose plan says where the state lies."""
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for equal demands."""
+        constraints = tuple((pattern, str(spec)) for pattern, spec in self.constraints.items())
+        like = None if self.like is None else self.like.key
+        rest = (getattr(self, one.name) for one in fields(self) if one.name not in ("constraints", "like"))
+        return constraints, like, tuple(rest)
 
     def terms(self, count: int) -> Terms:
         """A batch cut into ``count`` microbatches, on the terms that are demanded."""

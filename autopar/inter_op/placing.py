@@ -54,6 +54,34 @@ def place(loop: Looped, cuts: Sequence[int]) -> Placing:
     return _Placer(loop, tuple(cuts)).place()
 
 
+def first_readers(loop: Looped) -> dict[int, int]:
+    """Position of an input → number of the first of :func:`forward_operators` that reads it, or what is made of it alone."""
+    of_value: dict[int, frozenset[int]] = {v: frozenset((k,)) for k, v in enumerate(loop.graph.inputs)}
+
+    def follow(operator: Operator, known: dict[int, frozenset[int]]) -> frozenset[int]:
+        own = frozenset[int]().union(*(known[v] for v in operator.operands if v in known))
+        known.update(dict.fromkeys(operator.results, own))
+        return own
+
+    for operator in loop.graph.operators[: loop.position]:
+        follow(operator, of_value)
+    outer = zip(loop.body.inputs, loop.loop.operands, strict=True)
+    inside = {inner: of_value[value] for inner, value in outer if value in of_value}
+    found: dict[int, int] = {}
+    is_cut, _ = anchored(loop)
+    number = 0
+    for operator in loop.body.operators:
+        if operator.id not in is_cut:
+            follow(operator, inside)
+        elif operator.phase is Phase.FORWARD:
+            for position in frozenset[int]().union(
+                *(inside.get(v, frozenset()) for v in operator.operands if v is not None)
+            ):
+                found.setdefault(position, number)
+            number += 1
+    return found
+
+
 def anchored(loop: Looped) -> tuple[frozenset[int], frozenset[int]]:
     """Operators of the body that depend on a large array from outside and on the batch; values that depend on the former."""
     heavy = _heavy_values(loop)
