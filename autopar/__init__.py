@@ -10,7 +10,7 @@ from autopar.explain.verification import Verification
 from autopar.plan import Plan
 from autopar.runtime.distributed_array import DistributedArray
 from autopar.runtime.host_data import HostData
-from autopar.training import Run
+from autopar.training import Recovery, Run
 from autopar.verify import verify_plan
 from autopar.version import VERSION
 
@@ -29,6 +29,7 @@ __all__ = [
     "Parallelized",
     "Plan",
     "PlanError",
+    "Recovery",
     "Restored",
     "Run",
     "TraceError",

@@ -143,6 +143,16 @@ class Parallelized:
         self._compiled.clear()
         self._quick.clear()
 
+    def move_to(self, cluster: Cluster) -> None:
+        """Plan for, and run on, another cluster from now on; a plan that was given to :meth:`use` is given up.
+
+        State that lies on the old one is not brought along: checkpoints are (:class:`autopar.Checkpoints`).
+        """
+        self._options = read_options({"cluster": cluster}, self._options)
+        self._in_use = self._pipeline = self._last = self._likeness = None
+        self._compiled.clear()
+        self._quick.clear()
+
     def init(self, init_fn: Callable[[], Any], *rest: Any, **kwargs: Any) -> Any:
         """The first state, born in the plan's layouts: no device ever holds the whole of it.
 

@@ -7,6 +7,7 @@ ours is a node, or one of several parts of a node (``hosts=4`` on one machine: f
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,6 +19,9 @@ _Made = TypeVar("_Made")
 _ACCELERATOR = "accelerator_type:"
 
 AUTH_MODE = "RAY_AUTH_MODE"
+
+_ASKING_SECONDS = 1.0
+"""So often Ray is asked for hosts that are missing."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +56,28 @@ class RayHosts:
             self._fleet = start(self)
         return self._fleet
 
-    def living(self) -> RayHosts:
-        """Those hosts whose nodes are alive now, as hosts of their own."""
-        alive = {node.node_id for node in _nodes(_ray())}
-        return RayHosts(
-            self.address, tuple(node for node in self.nodes if node.node_id in alive), self.devices_per_host
-        )
+    def living(self) -> tuple[RayNode, ...]:
+        """Those hosts whose nodes are alive now; a node that was started again at the address of ours is ours."""
+        alive = _nodes(_ray())
+        by_id = {node.node_id: node for node in alive}
+        known = {node.node_id for node in self.nodes}
+        by_address = {node.address: node for node in alive if node.node_id not in known}
+        found = (by_id.get(node.node_id) or by_address.get(node.address) for node in self.nodes)
+        return tuple(node for node in found if node is not None)
+
+    def await_all(self, patience_seconds: float) -> bool:
+        """Wait until all hosts are there, at most so long; whether they are."""
+        until = time.monotonic() + patience_seconds
+        while len(living := self.living()) < len(self.nodes):
+            if time.monotonic() > until:
+                return False
+            time.sleep(_ASKING_SECONDS)
+        self.nodes = living
+        return True
+
+    def without_lost(self) -> RayHosts:
+        """Those that are alive now, as hosts of their own."""
+        return RayHosts(self.address, self.living(), self.devices_per_host)
 
     @property
     def running(self) -> Any:

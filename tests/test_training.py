@@ -98,7 +98,7 @@ def test_losses_are_those_of_an_undisturbed_run(
 
 def test_too_many_failures_name_the_checkpoints(step: autopar.Parallelized, tmp_path: Path) -> None:
     checkpoints = autopar.Checkpoints(tmp_path, every_steps=2)
-    run = autopar.Run(step, make, batches, steps=30, checkpoints=checkpoints, max_restarts=0)
+    run = autopar.Run(step, make, batches, steps=30, checkpoints=checkpoints, recovery=autopar.Recovery(max_restarts=0))
 
     def go() -> None:
         for number, _ in run:
@@ -107,6 +107,31 @@ def test_too_many_failures_name_the_checkpoints(step: autopar.Parallelized, tmp_
 
     with pytest.raises(autopar.WorkerError, match=rf"max_restarts=0.*{tmp_path}"):
         go()
+
+
+@pytest.mark.parametrize(
+    ("options", "goes_back"), [({"method": "data_parallel"}, False), ({"method": "zero3"}, True)], ids=["whole", "cut"]
+)
+def test_survivors_have_what_the_dead_had_if_it_was_whole_there(
+    cluster: autopar.Cluster, options: dict[str, Any], goes_back: bool
+) -> None:
+    step = autopar.parallelize(train_step, cluster=cluster, **options)
+    begun: list[int] = []
+
+    def batches_from(step: int) -> Iterator[Any]:
+        begun.append(step)
+        return batches(step)
+
+    wanted = losses(autopar.Run(step, make, batches, steps=9))
+    run = autopar.Run(step, make, batches_from, steps=9, recovery=autopar.Recovery(replicate_every_steps=1))
+    found = []
+    for number, metrics in run:
+        found.append(float(metrics["loss"]))
+        if number == 5:
+            os.kill(workers_of(step)[0], signal.SIGKILL)
+    np.testing.assert_array_equal(found, wanted)
+    assert len(run.restarts) == 1
+    assert begun[-1] == 0 if goes_back else begun[-1] >= 5
 
 
 @pytest.mark.verify
@@ -118,7 +143,9 @@ def test_chaos(step: autopar.Parallelized, tmp_path: Path, seed: int) -> None:
     steps, blows = 90, 30
     wanted = losses(autopar.Run(step, make, batches, steps=steps))
     checkpoints = autopar.Checkpoints(tmp_path, every_steps=2)
-    run = autopar.Run(step, make, batches, steps=steps, checkpoints=checkpoints, max_restarts=2 * blows)
+    run = autopar.Run(
+        step, make, batches, steps=steps, checkpoints=checkpoints, recovery=autopar.Recovery(max_restarts=2 * blows)
+    )
     found = []
     for number, metrics in run:
         found.append(float(metrics["loss"]))

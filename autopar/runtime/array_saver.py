@@ -17,7 +17,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from autopar import _compat
-from autopar.runtime.distributed_array import DistributedArray
+from autopar.runtime.distributed_array import DistributedArray, stored_type
 from autopar.runtime.fleet import MeshWorld
 from autopar.runtime.remote import as_numpy
 from autopar.runtime.storage import StoredArray, create_array
@@ -61,14 +61,6 @@ class Home(ocp.RestoreArgs):
         ]
         collected(refs, FETCHING_SECONDS, f"{self.world.name} to take an array")
         return array
-
-
-def stored_type(aval: Any) -> tuple[tuple[int, ...], str, str | None]:
-    """Shape and dtype in which an array is stored, and how its keys are made if it is one of keys."""
-    if not _compat.is_key_dtype(aval.dtype):
-        return tuple(aval.shape), _compat.dtype_name(aval.dtype), None
-    words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-    return tuple(words.shape), _compat.dtype_name(words.dtype), _compat.key_impl_name(_compat.dtype_name(aval.dtype))
 
 
 class ArraySaver(ocp.type_handlers.ArrayHandler):

@@ -171,6 +171,14 @@ class DistributedArray:
         return np.asarray(self)[index]
 
 
+def stored_type(aval: Any) -> tuple[tuple[int, ...], str, str | None]:
+    """Shape and dtype in which an array is stored, and how its keys are made if it is one of keys."""
+    if not _compat.is_key_dtype(aval.dtype):
+        return tuple(aval.shape), _compat.dtype_name(aval.dtype), None
+    words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    return tuple(words.shape), _compat.dtype_name(words.dtype), _compat.key_impl_name(_compat.dtype_name(aval.dtype))
+
+
 def _operator(name: str) -> Callable[..., Any]:
     def apply(self: DistributedArray, *others: Any) -> Any:
         return getattr(self.__jax_array__(), name)(

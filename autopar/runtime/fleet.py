@@ -149,7 +149,7 @@ class Fleet:
         for ref in done:
             checked(ref, "a step")
 
-    def mend(self) -> None:
+    def settle(self) -> None:
         """After a failure: bring living meshes to rest, without arrays, and give up those that do not come to rest.
 
         A mesh whose neighbour died may wait for it in a collective or a pull for ever; then it is lost as well.
@@ -163,6 +163,13 @@ class Fleet:
                 world.lose()
         self.epoch += 1
         self._under_way.clear()
+
+    def mend(self) -> None:
+        """After a failure: as :meth:`settle`, and end what is left of the meshes that are lost."""
+        self.settle()
+        for world in self._worlds.values():
+            if world.is_lost:
+                world.close()
         self._is_hurt = False
 
     def status(self) -> list[HostStatus]:
@@ -198,7 +205,7 @@ class MeshWorld:
         self._number = number
         self._backend = backend
         self._by_rank = list(by_host.values())
-        self.is_lost = False
+        self.is_lost = self._is_closed = False
         self._released: deque[int] = deque()
         self._lock = threading.Lock()
         self._warmed: set[Mesh] = set()
@@ -316,15 +323,18 @@ class MeshWorld:
         return self.call("rest")
 
     def lose(self) -> None:
-        """Kill what is left of the processes; the arrays on them are gone."""
+        """Give the mesh up: its arrays are gone.  Processes that are left end when the fleet is mended."""
         self._fleet.hurt()
-        self.close()
+        self.is_lost = True
 
     def close(self) -> None:
         """Stop the processes and free what they were given."""
         import ray
 
         self.is_lost = True
+        if self._is_closed:
+            return
+        self._is_closed = True
         for actor in self.actors:
             ray.kill(actor)
         for node, pid in zip(self._nodes, self._pids, strict=False):

@@ -31,6 +31,7 @@ class MeshHost:
         self._arrays: dict[int, Any] = {}
         self._loaded: dict[str, Any] = {}
         self._snapshots: dict[int, Any] = {}
+        self._kept: Any = None
         self._readers: dict[int, Any] = {}
         self._running: deque[tuple[int, Future[float]]] = deque()
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="autopar-done")
@@ -319,6 +320,35 @@ class MeshHost:
                     ordered.append(boxes[box])
             pieces = HostPieces(stored.shape, tuple(ordered), key_impl)
             self._arrays[number] = self._put(pieces, stored_sharding(where.layout, mesh))
+
+    def keep(self, step: int, leaves: Sequence[Any], older_than: int) -> None:
+        """Copy the pieces of some leaves, (leaf, number, where) each, into this host's memory; forget older copies."""
+        from autopar.runtime.kept_copies import KeptCopies
+
+        self._kept = self._kept or KeptCopies()
+        self._kept.keep(step, [(leaf, self._array(number), where) for leaf, number, where in leaves], older_than)
+
+    def kept_steps(self) -> tuple[int, ...]:
+        """Of which steps there are copies."""
+        return () if self._kept is None else self._kept.steps
+
+    def give_kept(self, step: int, wanted: Sequence[Any]) -> Any:
+        """Pieces from the copies of a step."""
+        return self._kept.give(step, wanted)
+
+    def take_kept(self, step: int, leaves: Sequence[Any], boxes: Any, *given: Any) -> None:
+        """Make leaves, (leaf, number, where, shape, implementation of keys) each, of copies: own ones, and those given."""
+        from dataclasses import replace
+
+        from autopar.runtime.kept_copies import KeptCopies
+        from autopar.runtime.stage_executable import stored_sharding
+
+        self._kept = self._kept or KeptCopies()
+        pieces = {key: piece for one in given for key, piece in one.items()}
+        for leaf, number, where, shape, key_impl in leaves:
+            mesh = self._jax_mesh(where.mesh, where.devices, tuple(sorted(where.devices)))
+            together = self._kept.put_together(step, leaf, boxes[leaf], shape, pieces)
+            self._arrays[number] = self._put(replace(together, key_impl=key_impl), stored_sharding(where.layout, mesh))
 
     def wait(self, number: int) -> None:
         """Return when an array is there."""
