@@ -141,6 +141,15 @@ class Hosts:
         """The processes of every host."""
         return {host: _processes(name) for host, name in enumerate(self._names)}
 
+    def commands(self, host: int) -> dict[int, str]:
+        """The processes of a host, each with its command line."""
+        found = {}
+        for process in _processes(self.name(host)):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                line = Path("/proc", str(process), "cmdline").read_bytes()
+                found[process] = line.replace(b"\0", b" ").decode(errors="replace")
+        return found
+
     # ------------------------------------------------------------------------------------------------------ what to do
 
     def command(self, host: int, command: Sequence[str]) -> list[str]:
@@ -176,6 +185,10 @@ class Hosts:
     def set_link(self, host: int, *, up: bool) -> None:
         """Pull the plug of a host, or put it in again."""
         _call("ip", "-n", self._switch, "link", "set", f"p{host}", "up" if up else "down")
+
+    def strike(self, process: int, how: signal.Signals) -> None:
+        """Send a signal to a process, if it is still there."""
+        _signal(process, how)
 
     def kill(self, host: int, how: signal.Signals = signal.SIGKILL) -> None:
         """Send a signal to every process of a host."""
