@@ -106,7 +106,8 @@ class Run:
         self._places: dict[int, Mapping[str, Any]] = {}  # in the data, by the step that copies are of
         self._iterator: Any = None
         self._first_batch: Any = None
-        self._pending: deque[tuple[int, Any]] = deque()  # metrics that were not given out yet, of which steps
+        self._pending: deque[tuple[int, Any]] = deque()  # steps that were sent, and their metrics
+        self._fetched: deque[tuple[int, Any]] = deque()  # metrics that are there, and were not given out yet
         self._given_out = 0
         self.restarts: list[str] = []
         self.step = 0
@@ -115,25 +116,37 @@ class Run:
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         """Run; raises ``WorkerError`` when there were more failures than ``max_restarts``, and names the checkpoint."""
         self._carry_on(self._begin)
-        while True:
+        is_over = False
+        while not is_over:
             try:
-                if self._is_returning and not self._pending:
-                    self._return_to_all_hosts()
-                sends = self.step < self._steps and not self._is_returning
-                if sends and self._one_step() and len(self._pending) <= LAG:
-                    continue
-                if not self._pending:
-                    self._finish()
-                    return
-                number, metrics = self._pending[0]
-                metrics = jax.tree.map(np.asarray, metrics)
-                self._pending.popleft()
+                is_over = self._advance()
             except WorkerError as error:
                 self._recover(error)
-                continue
-            if number > self._given_out:
-                self._given_out = number
-                yield number, metrics
+            while self._fetched:
+                number, metrics = self._fetched.popleft()
+                if number > self._given_out:  # else it was done again after a failure
+                    self._given_out = number
+                    yield number, metrics
+
+    def _advance(self) -> bool:
+        """Send a step, or wait for the metrics of one; whether all is done."""
+        if self._is_returning and not self._pending:
+            self._return_to_all_hosts()
+        sends = self.step < self._steps and not self._is_returning
+        if sends and self._one_step() and len(self._pending) <= LAG:
+            return False
+        if not self._pending:
+            self._finish()
+            return True
+        self._fetch(1)
+        return False
+
+    def _fetch(self, count: int) -> None:
+        """Wait for the metrics of the oldest steps that were sent."""
+        for _ in range(count):
+            number, metrics = self._pending[0]
+            self._fetched.append((number, jax.tree.map(np.asarray, metrics)))
+            self._pending.popleft()
 
     # -------------------------------------------------------------------------------------------------------- steps
 
@@ -148,6 +161,7 @@ class Run:
         self.step += 1
         self._pending.append((self.step, metrics))
         if self._checkpoints is not None and self._checkpoints.due(self.step):
+            self._fetch(len(self._pending))  # a run that comes back here does not do these steps again
             self._checkpoints.save(self.step, self.state, self._position())
             self._is_returning = self._whole is not None and self._are_all_back(self._whole)
         every = self._recovery.replicate_every_steps

@@ -226,7 +226,7 @@ class MeshWorld:
 
     def meet(self) -> None:
         """Wait until the processes are there and have become one world."""
-        await_group(self._group, self.name, self._nodes)
+        await_group(self._group, self.name, self._fleet.hosts, self._nodes)
         ours = our_versions()
         found = collected(self.call("versions"), STARTING_SECONDS, f"the processes of {self.name} to start")
         for name, theirs in zip(self.host_names, found, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ import jax
 from autopar import version
 from autopar.cluster import Platform
 from autopar.disk_cache import VARIABLE
-from autopar.errors import ClusterError
-from autopar.ray_hosts import RayNode
+from autopar.errors import ClusterError, WorkerError
+from autopar.ray_hosts import RayHosts, RayNode
 from autopar.runtime.mesh_host import MeshHost
 from autopar.runtime.messages import Versions
-from autopar.runtime.waiting import STARTING_SECONDS
+from autopar.runtime.waiting import PULSE_SECONDS, STARTING_SECONDS
 
 NAMESPACE = "autopar"
 """Of the names of our actors in Ray."""
@@ -64,9 +65,16 @@ def placement_group(nodes: Sequence[RayNode], devices: int, backend: Platform) -
     return ray.util.placement_group(bundles, strategy="PACK")
 
 
-def await_group(group: Any, name: str, nodes: Sequence[RayNode]) -> None:
-    """Wait until Ray has placed a group; raises ``ClusterError`` where it does not."""
-    if not group.wait(timeout_seconds=STARTING_SECONDS):
+def await_group(group: Any, name: str, hosts: RayHosts, nodes: Sequence[RayNode]) -> None:
+    """Wait until Ray has placed a group; raises ``ClusterError`` where it does not, ``WorkerError`` if a node dies meanwhile."""
+    until = time.monotonic() + STARTING_SECONDS
+    while not group.wait(timeout_seconds=PULSE_SECONDS):
+        alive = {node.node_id for node in hosts.living()}
+        for node in nodes:
+            if node.node_id not in alive:
+                raise WorkerError(f"host {node.address} went away while {name} was being started there")
+        if time.monotonic() < until:
+            continue
         where = ", ".join(sorted({node.address for node in nodes}))
         raise ClusterError(
             f"Ray found no place for {name} on {where} within {STARTING_SECONDS:g} s; are its devices taken by another "
