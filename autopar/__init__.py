@@ -10,6 +10,8 @@ from autopar.explain.verification import Verification
 from autopar.plan import Plan
 from autopar.runtime.distributed_array import DistributedArray
 from autopar.runtime.host_data import HostData
+from autopar.schedule.instructions import Task
+from autopar.schedule.orders import Order
 from autopar.training import Recovery, Run
 from autopar.verify import verify_plan
 from autopar.version import VERSION
@@ -26,12 +28,14 @@ __all__ = [
     "DistributedArray",
     "Explanation",
     "HostData",
+    "Order",
     "Parallelized",
     "Plan",
     "PlanError",
     "Recovery",
     "Restored",
     "Run",
+    "Task",
     "TraceError",
     "Verification",
     "WorkerError",

@@ -40,6 +40,7 @@ from autopar.planning import demands_of_user, make_plan, said_of_inputs
 from autopar.progress import Progress
 from autopar.runtime.executor import Executor
 from autopar.runtime.pipeline import PipelineExecutor
+from autopar.schedule.orders import OrderFunction
 from autopar.schedule.spmd import lower
 from autopar.subjects import Demands, Subjected, as_loop, fingerprint_on, microbatched, subject_of
 from autopar.transfer import adapt_stage
@@ -229,8 +230,8 @@ class Parallelized:
         demands = self._demands(method)
         if method is not None:
             count = demands.num_microbatches if demands.stages is None else None
-            free: dict[str, Any] = {"mesh_shape": None, "num_microbatches": count, "stages": None, "schedule": None}
-            demands = replace(demands, user_shardings=UserShardings.IGNORE, **free)
+            alone: dict[str, Any] = {"stages": None, "schedule": None, "stages_per_mesh": None, "mesh_shape": None}
+            demands = replace(demands, user_shardings=UserShardings.IGNORE, num_microbatches=count, **alone)
         if not within_budget:
             demands = replace(demands, memory_per_device=math.inf)
         with self._progress() as progress, paused_collector():
@@ -441,7 +442,8 @@ class Parallelized:
             if wants_pipeline(demands):
                 raise PlanError(NO_STAGES)
             return agreed_plan(lambda: self._plan(args, kwargs, cluster, demands)[1])
-        kept = kept_plan(subject, cluster, (demands.key, subject.wishes))
+        is_named = demands.schedule is None or isinstance(demands.schedule, Schedule)  # a function's name may outlive it
+        kept = kept_plan(subject, cluster, (demands.key, subject.wishes)) if is_named else None
         plan = None if kept is None else kept.read()
         if plan is None:
             plan = self._plan(args, kwargs, cluster, demands)[1]
@@ -530,7 +532,8 @@ def parallelize(
     solver_seconds: float = 60.0,
     num_microbatches: int | None = None,
     stages: int | Sequence[Sequence[int]] | None = None,
-    schedule: str | Schedule | None = None,
+    schedule: str | Schedule | OrderFunction | None = None,
+    stages_per_mesh: int | None = None,
     user_shardings: str | UserShardings = "respect",
     batch_coupling: str | BatchCoupling = "refuse",
     rng: str | MicrobatchRng = "exact",
@@ -555,9 +558,12 @@ def parallelize(function: Callable[..., Any] | None = None, /, **options: Any) -
     * ``donate_argnums``: ``"auto"`` donates the state, ``()`` nothing.
     * ``num_microbatches``: into how many pieces the batch is cut that run one after the other, their gradients summed;
       the numbers stay those of the whole batch. Default: as few as the memory allows and as is fastest.
-    * ``stages``: into how many stages of a pipeline the model is cut, or the ids of the devices of each stage.
-      ``mesh_shape`` and ``constraints`` then speak of the mesh of a stage.
-    * ``schedule``: in which order the stages run the microbatches: ``"1f1b"``, ``"gpipe"``, ``"eager_1f1b"``.
+    * ``stages``: into how many stages of a pipeline the model is cut, or the ids of the devices of each stage (stages with the
+      same ids share a mesh).  ``mesh_shape`` and ``constraints`` then speak of the mesh of a stage.
+    * ``schedule``: in which order the stages run the microbatches: ``"1f1b"``, ``"gpipe"``, ``"eager_1f1b"``,
+      ``"interleaved_1f1b"``, or a function of the numbers of stages and microbatches that returns an :class:`autopar.Order`.
+    * ``stages_per_mesh``: how many stages are dealt to each mesh, stage s to mesh s mod (stages / stages_per_mesh); more than
+      one asks for ``"interleaved_1f1b"``.
 
     Of a pipeline, ``method="auto"`` searches what is not fixed. Where devices, a mesh shape, constraints or another method
     are demanded, stages have the same number of devices and about the same work, and run up to four microbatches each

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from jax.sharding import PartitionSpec
 
@@ -21,6 +21,7 @@ from autopar.inter_op.terms import BatchCoupling, MicrobatchRng
 from autopar.likeness import Likeness
 from autopar.methods import InterOp, method_of
 from autopar.plan import Schedule
+from autopar.schedule.orders import OrderFunction, schedule_name
 from autopar.subjects import Demands
 from autopar.user_shardings import UserShardings
 
@@ -65,8 +66,9 @@ _DEMANDS = (
     "num_microbatches",
     "stages",
     "schedule",
+    "stages_per_mesh",
 )
-_SAID_BY_LIKE = ("method", "mesh_shape", "constraints", "stages", "schedule")
+_SAID_BY_LIKE = ("method", "mesh_shape", "constraints", "stages", "schedule", "stages_per_mesh")
 _ARGUMENTS = ("static_argnums", "static_argnames", "batch_argnums", "state_argnums")
 _EVERY = sorted((*_DEMANDS, *_ARGUMENTS, "cluster", "donate_argnums", "like", *_NAMED))
 
@@ -121,10 +123,30 @@ def _check_like(options: Options) -> None:
 
 def _check_schedule(demands: Demands) -> None:
     has_stages = demands.stages is not None or isinstance(method_of(demands.method), InterOp)
-    if demands.schedule is not None and not has_stages:
+    schedule, dealt = demands.schedule, demands.stages_per_mesh
+    if schedule is not None and not has_stages:
         raise PlanError(
-            f"schedule={demands.schedule.value!r} orders the microbatches of a pipeline, and no stages are asked for; say "
+            f"schedule={schedule_name(schedule)!r} orders the microbatches of a pipeline, and no stages are asked for; say "
             'how many, for example stages=2, or use method="inter_op"'
+        )
+    if dealt is None:
+        return
+    interleaved = Schedule.INTERLEAVED_ONE_F_ONE_B
+    if not isinstance(demands.stages, int):
+        raise PlanError(
+            f"stages_per_mesh={dealt} deals a number of stages; say how many in all, for example stages={2 * dealt} for two "
+            "meshes. Where devices are listed, stages with the same devices share a mesh"
+        )
+    if demands.stages % dealt or demands.stages == dealt:
+        raise PlanError(
+            f"stages_per_mesh={dealt} does not deal stages={demands.stages} to two meshes or more; give a number of stages "
+            f"such as {2 * dealt}"
+        )
+    if schedule is not None and (schedule is interleaved) is not (dealt > 1):
+        raise PlanError(
+            f"schedule={schedule_name(schedule)!r} and stages_per_mesh={dealt} do not go together: "
+            f"{interleaved.value!r} has two stages or more on a mesh, the other names have one, and a function of your own "
+            "says itself which mesh runs which stage; leave one of them out"
         )
 
 
@@ -179,21 +201,35 @@ def _stages(value: Any) -> int | tuple[tuple[int, ...], ...]:
         raise PlanError(f"stages={_shown(value)} is no number of stages and no list of device ids; {advice}") from None
     if len(stages) < 2 or not all(stages):
         raise PlanError(f"stages={_shown(value)} must name two stages or more, each with a device; {advice}")
-    everything = [device for devices in stages for device in devices]
+    # Stages with the same devices share a mesh.
+    everything = [device for devices in dict.fromkeys(stages) for device in devices]
     if twice := sorted({device for device in everything if everything.count(device) > 1}):
         raise PlanError(f"stages={_shown(value)}: the device {twice[0]} stands there twice; give it to one stage")
     return stages
 
 
-def _schedule(value: Any) -> Schedule:
-    names = [one.value for one in Schedule if one is not Schedule.SINGLE]
+def _schedule(value: Any) -> Schedule | OrderFunction:
+    """A schedule by its name, or a function that makes orders."""
+    if callable(value) and isinstance(value, Hashable):
+        return cast("OrderFunction", value)
+    unnamed = (Schedule.SINGLE, Schedule.OWN)
+    names = [one.value for one in Schedule if one not in unnamed]
     try:
         schedule = Schedule(value)
     except ValueError:
         schedule = Schedule.SINGLE
-    if schedule is Schedule.SINGLE:
-        raise PlanError(f"schedule={_shown(value)} is no schedule of a pipeline; the names are {', '.join(names)}")
+    if schedule in unnamed:
+        raise PlanError(
+            f"schedule={_shown(value)} is no schedule of a pipeline; the names are {', '.join(names)}, and a function of "
+            "(stages, microbatches) that returns an autopar.Order is one too"
+        )
     return schedule
+
+
+def _stages_per_mesh(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise PlanError(f"stages_per_mesh={value!r} is no number of stages; give an integer of 1 or more")
+    return value
 
 
 def _positive(name: str, unit: str) -> Callable[[Any], float]:
@@ -251,6 +287,7 @@ _CHECKED: Mapping[str, Callable[[Any], Any]] = {
     "num_microbatches": _microbatches,
     "stages": _stages,
     "schedule": _schedule,
+    "stages_per_mesh": _stages_per_mesh,
 }
 
 

@@ -30,6 +30,7 @@ from autopar.graph.roles import Role
 from autopar.graph.wishes import Origin, wishes_of
 from autopar.inter_op.assemble import Assembled, assemble_plan, layouts_of_leaves
 from autopar.inter_op.crossings import boundaries
+from autopar.inter_op.dealing import check_homes, devices_at, homes_of, schedule_of, stages_per_mesh_of
 from autopar.inter_op.examples import CoupledBatchError
 from autopar.inter_op.layers import layers
 from autopar.inter_op.looped import Looped, looped
@@ -40,13 +41,13 @@ from autopar.inter_op.stages import (
     PipelineTask,
     StageDemands,
     StagePlanner,
-    even_devices,
     leaves_of,
 )
 from autopar.intra_op.restrict import Reach, Restriction
 from autopar.likeness import Likeness, StageAsThere, as_there, cuts_as_there
 from autopar.methods import InterOp, IntraOp, Subject, batch_reach, mesh_of, method_of
 from autopar.plan import Plan, Schedule, SolverReport
+from autopar.schedule.orders import OrderFunction, as_entries
 from autopar.schedule.stage_program import Passing, StageProgram
 from autopar.subjects import Demands, Rewritings, Subjected, as_loop
 from autopar.user_shardings import UserDemands, UserShardings, user_demands, with_wishes
@@ -57,8 +58,8 @@ MOST_DOUBLINGS = 6
 WORTH_SHARE = 0.03
 """Where so little of a step is communication or repeated work, no pipeline is looked for."""
 
-MICROBATCHES_PER_STAGE = 4
-"""Unless told otherwise a pipeline runs up to so many microbatches for each stage: the bubble is then below a fifth."""
+MICROBATCHES_PER_MESH = 4
+"""Unless told otherwise a pipeline runs up to so many microbatches for each mesh: the bubble is then below a fifth."""
 
 FINER = (1, 2, 4)
 """Layers are looked for so many times as fine as stages, until there are enough."""
@@ -80,25 +81,28 @@ def plan_pipeline(
     """
     check_patterns(demands.constraints, subject.program.in_paths)
     if _leaves_layouts_open(subject, demands) and isinstance(demands.stages, int):
-        wanted = Wanted(num_stages=demands.stages, schedule=demands.schedule)
+        wanted = Wanted(demands.stages, demands.schedule, stages_per_mesh=demands.stages_per_mesh)
         forms = Rewritings(subject, cluster.device.platform.value)
         if (chosen := _searched(forms, cluster, demands, wanted, report_progress)) is not None:
             return chosen
     refusal: PlanError | None = None  # what now follows finds finer cuts, or says why there are none
-    for devices in _devices_demanded(demands, cluster):
-        one = _as_microbatches(subject, len(devices), cluster, demands)
+    schedule = _schedule_of(demands)
+    for num_stages in _stages_demanded(demands, cluster):
+        num_meshes = _num_meshes(num_stages, schedule, cluster, demands)
+        one = _as_microbatches(subject, num_meshes, cluster, demands)
+        homes = homes_of(schedule, num_stages, one.num_microbatches, num_meshes)
+        devices = _devices_of(homes, cluster, demands)
         loop = loop_of(one)
         report_progress("finding the layers")
-        cuts = cuts_for(loop, one.roles.state_pairs, len(devices))
-        if len(cuts) != len(devices) - 1:
+        cuts = cuts_for(loop, one.roles.state_pairs, num_stages)
+        if len(cuts) != num_stages - 1:
             many = f"{len(cuts) + 1} layers" if cuts else "1 layer"
             refusal = refusal or PlanError(
-                f"the forward pass can be cut into {many}, too few for {len(devices)} stages; ask for fewer "
+                f"the forward pass can be cut into {many}, too few for {num_stages} stages; ask for fewer "
                 "stages, or write out layers that stand in one loop (scan), which stays on one stage"
             )
             continue
         task = pipeline_task(one, loop, cluster, demands, report_progress)
-        schedule = demands.schedule or Schedule.ONE_F_ONE_B
         found = StagePlanner(task).plan(Arrangement(cuts, devices, schedule))
         return one, plan_of_pipeline(one, cluster, demands, found), None
     assert refusal is not None
@@ -128,7 +132,8 @@ def plan_pipeline_like(
         pipeline_task(one, loop, cluster, demands, report_progress),
         demands=StageAsThere(there, one.program.in_paths),
     )
-    found = StagePlanner(task).plan(Arrangement(cuts, there.devices, like.plan.schedule))
+    schedule = schedule_of(like.plan, one.num_microbatches)
+    found = StagePlanner(task).plan(Arrangement(cuts, there.devices, schedule))
     return one, plan_of_pipeline(one, cluster, demands, found), None
 
 
@@ -270,7 +275,7 @@ def assembled(plan: Plan, subject: Subjected, cluster: Cluster, *, donates_state
 
 def plan_of_pipeline(subject: Subjected, cluster: Cluster, demands: Demands, found: PipelineFound) -> Plan:
     """The planner's answer as plain data."""
-    stages = found.pipeline.stages
+    stages, schedule = found.pipeline.stages, found.arrangement.schedule
     in_layouts, out_layouts = layouts_of_leaves(stages, subject.graph)
     reports = tuple({id(one): one.solver for one in found.found}.values())
     return Plan(
@@ -293,34 +298,64 @@ def plan_of_pipeline(subject: Subjected, cluster: Cluster, demands: Demands, fou
             meshes_tried=tuple(dict.fromkeys(mesh for one in reports for mesh in one.meshes_tried)),
         ),
         num_microbatches=subject.num_microbatches,
-        schedule=found.arrangement.schedule,
+        schedule=schedule if isinstance(schedule, Schedule) else Schedule.OWN,
         cuts=found.arrangement.cuts,
+        order=() if isinstance(schedule, Schedule) else as_entries(found.pipeline.order),
     )
 
 
 # -------------------------------------------------------------------------------------------- devices and microbatches
 
 
-def _devices_demanded(demands: Demands, cluster: Cluster) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """The devices of each stage; of the method that has a stage on every device also those of fewer stages."""
-    stages, count = demands.stages, cluster.num_devices
-    is_alone = isinstance(method_of(demands.method), InterOp)
+def _schedule_of(demands: Demands) -> Schedule | OrderFunction:
+    """The schedule that is demanded; several stages on a mesh ask for the one that deals them round."""
+    if demands.schedule is not None:
+        return demands.schedule
+    is_dealt = (demands.stages_per_mesh or 1) > 1
+    if isinstance(demands.stages, tuple):
+        is_dealt = len(set(demands.stages)) < len(demands.stages)
+    return Schedule.INTERLEAVED_ONE_F_ONE_B if is_dealt else Schedule.ONE_F_ONE_B
+
+
+def _stages_demanded(demands: Demands, cluster: Cluster) -> Iterator[int]:
+    """How many stages; of the method that has a stage on every device also fewer."""
+    if demands.stages is not None:
+        yield demands.stages if isinstance(demands.stages, int) else len(demands.stages)
+        return
+    count = cluster.num_devices
+    yield count
+    lower = 1 << (count - 1).bit_length() - 1 if count > 1 else 0
+    while lower > 1:
+        yield lower
+        lower //= 2
+
+
+def _num_meshes(num_stages: int, schedule: Schedule | OrderFunction, cluster: Cluster, demands: Demands) -> int:
+    """On how many meshes the stages lie; of a user's own schedule at most."""
+    if isinstance(demands.stages, tuple):
+        return len(set(demands.stages))
+    if schedule is Schedule.INTERLEAVED_ONE_F_ONE_B:
+        return num_stages // (demands.stages_per_mesh or stages_per_mesh_of(num_stages, cluster))
+    return num_stages
+
+
+def _devices_of(homes: tuple[int, ...], cluster: Cluster, demands: Demands) -> tuple[tuple[int, ...], ...]:
+    """The devices of each stage, of which the meshes are told; raises :class:`~autopar.errors.PlanError` where there are none."""
+    stages, num_meshes = demands.stages, max(homes) + 1
     if isinstance(stages, tuple):
         _check_devices(stages, cluster)
-        yield stages
-    elif isinstance(stages, int):
-        if count % stages:
-            raise PlanError(
-                f"stages={stages} does not divide the {count} devices of {cluster.name}; give a number that does, or the "
-                "ids of each stage's devices, for example stages=[[0, 1], [2, 3]]"
-            )
-        yield tuple((stage,) for stage in range(stages)) if is_alone else even_devices(cluster, stages)
-    else:
-        yield even_devices(cluster, count)
-        lower = 1 << (count - 1).bit_length() - 1 if count > 1 else 0
-        while lower > 1:
-            yield tuple((stage,) for stage in range(lower))
-            lower //= 2
+        check_homes(stages, homes)
+        return stages
+    if isinstance(method_of(demands.method), InterOp) and stages is None:
+        return devices_at(homes, 1)
+    if cluster.num_devices % num_meshes:
+        dealt = "" if num_meshes == len(homes) else f", which share {num_meshes} meshes,"
+        raise PlanError(
+            f"stages={stages}{dealt} does not divide the {cluster.num_devices} devices of {cluster.name}; give a number that "
+            "does, or the ids of each stage's devices, for example stages=[[0, 1], [2, 3]]"
+        )
+    is_alone = isinstance(method_of(demands.method), InterOp)
+    return devices_at(homes, 1 if is_alone else cluster.num_devices // num_meshes)
 
 
 def _check_devices(stages: tuple[tuple[int, ...], ...], cluster: Cluster) -> None:
@@ -340,13 +375,13 @@ def _check_devices(stages: tuple[tuple[int, ...], ...], cluster: Cluster) -> Non
             )
 
 
-def _as_microbatches(subject: Subjected, num_stages: int, cluster: Cluster, demands: Demands) -> Subjected:
+def _as_microbatches(subject: Subjected, num_meshes: int, cluster: Cluster, demands: Demands) -> Subjected:
     """The step as a loop over the microbatches that are demanded, or over as many as are of use."""
     platform = cluster.device.platform.value
     if demands.num_microbatches is not None:
         return as_loop(subject, demands.terms(demands.num_microbatches), platform)
     size, count = subject.roles.batch_size, 1
-    while size is not None and size % (2 * count) == 0 and 2 * count <= MICROBATCHES_PER_STAGE * num_stages:
+    while size is not None and size % (2 * count) == 0 and 2 * count <= MICROBATCHES_PER_MESH * num_meshes:
         count *= 2
     try:
         return as_loop(subject, demands.terms(count), platform)

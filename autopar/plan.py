@@ -81,7 +81,10 @@ class Stage:
     copies: Mapping[int, Layout] = field(repr=False)
     strategies: Mapping[int, Strategy] = field(repr=False)
     devices: tuple[int, ...] = ()
-    """Of a pipeline: the cluster's devices, row-major on the mesh; empty: all, from 0 on."""
+    """Of a pipeline: the cluster's devices, row-major on the mesh; empty: all, from 0 on.
+
+    Stages on the same devices are on one mesh, which runs the parts of all of them.
+    """
 
     def home(self, value: int, rank: int) -> Layout:
         """Where a value of this rank lies."""
@@ -165,12 +168,25 @@ class SolverReport:
 
 
 class Schedule(Enum):
-    """The order of microbatches over stages (see :mod:`autopar.schedule.orders`)."""
+    """The order of microbatches over stages (see :mod:`autopar.schedule.orders`); ``OWN`` is one that the user made."""
 
     SINGLE = "single"
     GPIPE = "gpipe"
     ONE_F_ONE_B = "1f1b"
     EAGER_ONE_F_ONE_B = "eager_1f1b"
+    INTERLEAVED_ONE_F_ONE_B = "interleaved_1f1b"
+    OWN = "own"
+
+
+class Pass(Enum):
+    """One way of a microbatch through a stage."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+OrderEntry = tuple[Pass, int, int]
+"""One task of an order: which pass, on which stage, of which microbatch."""
 
 
 @dataclass(frozen=True)
@@ -193,11 +209,24 @@ class Plan:
     schedule: Schedule = Schedule.SINGLE
     cuts: tuple[int, ...] = ()
     """Of a pipeline: before which operators of a microbatch's forward pass stages begin (:mod:`autopar.inter_op.placing`)."""
+    order: tuple[tuple[OrderEntry, ...], ...] = field(default=(), repr=False)
+    """Of a schedule that the user made: the passes of each mesh, in its order.  The names of others say their order."""
 
     @property
     def is_pipeline(self) -> bool:
         """Whether the model is cut into stages."""
         return len(self.stages) > 1
+
+    @property
+    def meshes_of_stages(self) -> tuple[int, ...]:
+        """For each stage the number of its mesh; stages on the same devices share one."""
+        numbers: dict[tuple[int, ...], int] = {}
+        return tuple(numbers.setdefault(stage.devices, len(numbers)) for stage in self.stages)
+
+    @property
+    def num_meshes(self) -> int:
+        """How many meshes the stages lie on."""
+        return len(set(self.meshes_of_stages))
 
     @property
     def mesh(self) -> Mesh:
@@ -216,11 +245,12 @@ class Plan:
 
     def summary(self) -> str:
         """One line: method, stages, meshes, predicted milliseconds of a step, MiB on one device, proven gap."""
-        meshes = " | ".join(str(stage.mesh) for stage in self.stages)
+        meshes = " | ".join(str(mesh) for mesh in {stage.devices: stage.mesh for stage in self.stages}.values())
         stages = ""
         if self.is_pipeline:
             count = "1 microbatch" if self.num_microbatches == 1 else f"{self.num_microbatches} microbatches"
-            stages = f" in {len(self.stages)} stages, {self.schedule.value} over {count},"
+            dealt = "" if self.num_meshes == len(self.stages) else f" on {self.num_meshes} meshes"
+            stages = f" in {len(self.stages)} stages{dealt}, {self.schedule.value} over {count},"
         return (
             f"{self.method}{stages} on {meshes}: {self.step_seconds * 1e3:.3f} ms per step, "
             f"{self.peak_bytes / 2**20:.1f} MiB per device, gap {self.solver.gap:.2%}"

@@ -2,7 +2,7 @@
 
     load(save(plan)) = plan     exactly: floats are written by their shortest text that reads back to the same bits
 
-The file is JSON, ``{"format": "autopar.plan", "version": 2, "plan": {…}}`` with the fields of ``Plan``.  Layouts and
+The file is JSON, ``{"format": "autopar.plan", "version": 3, "plan": {…}}`` with the fields of ``Plan``.  Layouts and
 strategies are few and their users many (24 equal layers), so each distinct one stands once in a table, ``layouts`` or
 ``strategies``, and is referred to by its place there: ``homes``, ``copies`` and ``strategies`` of a stage are pairs
 ``[id, place]``, ``in_layouts`` and ``out_layouts`` are places.
@@ -30,6 +30,7 @@ from autopar.plan import (
     CollectiveUse,
     Layout,
     Memory,
+    Pass,
     Plan,
     Prediction,
     Schedule,
@@ -39,7 +40,7 @@ from autopar.plan import (
 )
 
 FILE_FORMAT = "autopar.plan"
-FILE_VERSION = 2
+FILE_VERSION = 3
 _ADVICE = "correct it, or plan again and save anew"
 _CLUSTER_FORMAT = "autopar-cluster"
 
@@ -126,6 +127,7 @@ class _PlanEntry(Struct, forbid_unknown_fields=True, kw_only=True):
     num_microbatches: _Count = 1
     schedule: Schedule = Schedule.SINGLE
     cuts: tuple[_Count, ...] = ()
+    order: tuple[tuple[tuple[Pass, _Whole, _Whole], ...], ...] = ()
     layouts: tuple[_LayoutEntry, ...]
     strategies: tuple[_StrategyEntry, ...]
     stages: Annotated[tuple[_StageEntry, ...], Meta(min_length=1)]
@@ -209,6 +211,7 @@ def encode_plan(plan: Plan) -> bytes:
         num_microbatches=index(plan.num_microbatches),
         schedule=plan.schedule,
         cuts=tuple(index(position) for position in plan.cuts),
+        order=tuple(tuple((one, index(stage), index(number)) for one, stage, number in row) for row in plan.order),
         layouts=tuple(_LayoutEntry(layout.dims, layout.partial) for layout in layouts.entries()),
         strategies=tuple(_StrategyEntry(one.factors, one.passing) for one in strategies.entries()),
         stages=stages,
@@ -358,10 +361,11 @@ class _Reader:
             num_microbatches=stored.num_microbatches,
             schedule=stored.schedule,
             cuts=stored.cuts,
+            order=stored.order,
         )
 
     def _check_stages(self, stages: tuple[Stage, ...]) -> None:
-        """Stages, cuts and schedule go together, and no device stands in two stages."""
+        """Stages, cuts and schedule go together, and stages share all their devices or none."""
         stored = self._stored
         if len(stored.cuts) != len(stages) - 1:
             raise self._error("$.plan.cuts", f"{len(stored.cuts)} cuts for {len(stages)} stages")
@@ -369,6 +373,9 @@ class _Reader:
             raise self._error("$.plan.cuts", f"{list(stored.cuts)} do not ascend")
         if (stored.schedule is Schedule.SINGLE) is (len(stages) > 1):
             raise self._error("$.plan.schedule", f"{stored.schedule.value!r} is no schedule of {len(stages)} stages")
+        if (stored.schedule is Schedule.OWN) is not bool(stored.order):
+            what = "no order" if not stored.order else "an order"
+            raise self._error("$.plan.order", f"{what} stands there for the schedule {stored.schedule.value!r}")
         seen: dict[int, int] = {}
         for number, stage in enumerate(stages):
             place = f"$.plan.stages[{number}].devices"
@@ -379,9 +386,49 @@ class _Reader:
             for device in stage.devices:
                 if device >= stored.num_devices:
                     raise self._error(place, f"there is no device {device}, $.plan.num_devices is {stored.num_devices}")
-                if device in seen:
-                    raise self._error(place, f"the device {device} stands in $.plan.stages[{seen[device]}] already")
-                seen[device] = number
+                other = seen.setdefault(device, number)
+                if stages[other].devices != stage.devices:
+                    raise self._error(place, f"the device {device} stands in $.plan.stages[{other}] already")
+                if stages[other].mesh != stage.mesh:
+                    raise self._error(
+                        f"$.plan.stages[{number}].mesh",
+                        f"{stage.mesh} on the devices that are {stages[other].mesh} in $.plan.stages[{other}]",
+                    )
+            if len(set(stage.devices)) < len(stage.devices):
+                raise self._error(place, f"a device stands there twice in {list(stage.devices)}")
+        if len(stages) > 1:
+            self._check_dealing([seen[stage.devices[0]] for stage in stages])
+
+    def _check_dealing(self, homes: list[int]) -> None:
+        """Stages share meshes as their schedule has it; ``homes`` is, for each, the first stage on its mesh."""
+        schedule, meshes = self._stored.schedule, len(set(homes))
+        wanted = list(range(len(homes)))
+        if schedule is Schedule.OWN:
+            wanted = self._homes_of_order(len(homes))
+        elif schedule is Schedule.INTERLEAVED_ONE_F_ONE_B and meshes < len(homes):
+            wanted = [number % meshes for number in wanted]
+        elif schedule is Schedule.INTERLEAVED_ONE_F_ONE_B:
+            wanted = []  # it has several stages on a mesh
+        if homes != wanted:
+            raise self._error(
+                "$.plan.stages",
+                f"{len(homes)} stages on {meshes} meshes are not spread as the schedule {schedule.value!r} has it",
+            )
+
+    def _homes_of_order(self, num_stages: int) -> list[int]:
+        """For each stage the first that shares its row of the order, which every stage is in, and in one alone."""
+        row_of: dict[int, int] = {}
+        for row, entries in enumerate(self._stored.order):
+            for position, (_, stage, number) in enumerate(entries):
+                place = f"$.plan.order[{row}][{position}]"
+                if stage >= num_stages or number >= self._stored.num_microbatches:
+                    raise self._error(place, f"there is no microbatch {number} of a stage {stage}")
+                if row_of.setdefault(stage, row) != row:
+                    raise self._error(place, f"the stage {stage} stands in $.plan.order[{row_of[stage]}] already")
+        if missing := [stage for stage in range(num_stages) if stage not in row_of]:
+            raise self._error("$.plan.order", f"the stage {missing[0]} stands nowhere")
+        first: dict[int, int] = {}
+        return [first.setdefault(row_of[stage], stage) for stage in range(num_stages)]
 
     def _stage(self, number: int, entry: _StageEntry) -> Stage:
         place = f"$.plan.stages[{number}]"

@@ -29,6 +29,7 @@ from autopar.intra_op.search import Ground
 from autopar.likeness import Likeness
 from autopar.methods import Method
 from autopar.plan import Schedule
+from autopar.schedule.orders import OrderFunction
 from autopar.user_shardings import UserShardings
 
 
@@ -46,7 +47,9 @@ class Demands:
     user_shardings: UserShardings = UserShardings.RESPECT
     stages: int | tuple[tuple[int, ...], ...] | None = None
     """Of a pipeline: how many stages, or the devices of each; None: the method's own."""
-    schedule: Schedule | None = None
+    schedule: Schedule | OrderFunction | None = None
+    stages_per_mesh: int | None = None
+    """Of stages that are dealt round: how many come to each mesh; None: the planner's choice."""
     batch_coupling: BatchCoupling = BatchCoupling.REFUSE
     rng: MicrobatchRng = MicrobatchRng.EXACT
     like: Likeness | None = None

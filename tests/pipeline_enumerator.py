@@ -5,7 +5,7 @@ Nothing of the search is imported.  For every number of microbatches N that a ca
     a grouping     of the layers 1 … L into S consecutive stages, all of them
     devices        the cluster's ids 0 … D−1 in as many consecutive runs: 2ᵏ devices of one host, or whole hosts
     mesh shapes    one for each stage, out of all logical shapes of its run
-    a schedule     all of them for S > 1
+    a schedule     all of them for S > 1; the interleaved one for stages that are dealt round meshes of one size
 
 and each is laid out (one integer program per stage and mesh shape), lowered and simulated on its own.  A stage that was
 solved once is not solved again; no other result of one candidate serves another.
@@ -118,6 +118,21 @@ def _candidates(case: Case, count: int, boundaries: tuple[int, ...]) -> Iterator
                 for meshes in itertools.product(*shapes):
                     for schedule in SEVERAL if number > 1 else (Schedule.SINGLE,):
                         yield Candidate(count, cuts, devices, meshes, schedule)
+            yield from _dealt(case, count, cuts)
+
+
+def _dealt(case: Case, count: int, cuts: tuple[int, ...]) -> Iterator[Candidate]:
+    """All ways to deal the stages round meshes of one size, each mesh in every shape."""
+    stages, total = len(cuts) + 1, case.cluster.num_devices
+    for number in range(2, stages):
+        if stages % number or total % number:
+            continue
+        size = total // number
+        runs = [tuple(range(start, start + size)) for start in range(0, total, size)]
+        shapes = [_part(case.cluster, run).logical_mesh_shapes(MAX_AXES) for run in runs]
+        for meshes in itertools.product(*shapes):
+            devices, dealt = tuple(runs * (stages // number)), meshes * (stages // number)
+            yield Candidate(count, cuts, devices, dealt, Schedule.INTERLEAVED_ONE_F_ONE_B)
 
 
 def device_runs(cluster: Cluster, number: int) -> Iterator[tuple[tuple[int, ...], ...]]:
@@ -167,7 +182,8 @@ class _Referee:
             stage, cost = self._solved[key]
             lowered.append(replace(stage, stage=replace(stage.stage, devices=run)))
             costs.append(cost)
-        order = make_order(candidate.schedule, len(lowered), candidate.num_microbatches)
+        num_meshes = len(set(candidate.devices))
+        order = make_order(candidate.schedule, len(lowered), candidate.num_microbatches, num_meshes)
         pipeline = pipeline_of(lowered, made.crossings, order)
         transfers = transfers_of(pipeline, self._case.cluster)
         simulation = simulate_pipeline(pipeline, costs, transfers, self._case.cluster)

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from random import Random
 
+from autopar.plan import Schedule
 from autopar.schedule.instructions import Part
 from autopar.schedule.lists import Executable, Kind, Passage, StageInterface
 
 STATE, INPUT, ACTIVATION, RESIDUAL, GRADIENT_IN, GRADIENT_OUT, SUM = range(7)
+
+
+def promised_in_flight(schedule: Schedule, num_stages: int, num_microbatches: int, stage: int) -> int:
+    """How many microbatches a schedule of one stage on each mesh keeps in flight, by its formula."""
+    formulas = {
+        Schedule.SINGLE: 1,
+        Schedule.GPIPE: num_microbatches,
+        Schedule.ONE_F_ONE_B: num_stages - stage,
+        Schedule.EAGER_ONE_F_ONE_B: 2 * (num_stages - stage) - 1,
+    }
+    return min(num_microbatches, formulas[schedule])
 
 
 def chain(num_stages: int) -> tuple[list[StageInterface], list[Passage]]:

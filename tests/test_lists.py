@@ -148,6 +148,8 @@ def carry_out(made: StepLists) -> Mapping[tuple[int, int], tuple[object, ...]]:
             memory = memories[mesh]
             while at[mesh] < len(rows):
                 match rows[at[mesh]]:
+                    case Run(task, (source,), (target,)) if task.part is Part.MOVE:
+                        memory[target] = memory[source]
                     case Run(task, inputs, outputs):
                         values = hash((task, tuple(memory[slot] for slot in inputs)))
                         memory.update({slot: (task, place, values) for place, slot in enumerate(outputs)})
@@ -223,6 +225,56 @@ def left_slots(made: StepLists) -> list[tuple[int, Slot]]:
     spoken |= {row.target for rows in made.lists for row in rows if isinstance(row, Receive)}
     spoken |= {row.source for rows in made.lists for row in rows if isinstance(row, Send)}
     return [(slot.stage, slot) for slot in made.kept_slots & spoken]
+
+
+def dealt_order(seed: int, stages: int, microbatches: int) -> Order:
+    """A schedule whose meshes run several stages: dealt round, or neighbours together and one microbatch after the other."""
+    divisors = [number for number in range(1, stages) if stages % number == 0]
+    if divisors and seed % 2:
+        meshes = divisors[seed // 2 % len(divisors)]
+        return make_order(Schedule.INTERLEAVED_ONE_F_ONE_B, stages, microbatches, meshes)
+
+    def together(stages: int, microbatches: int) -> Order:
+        rows = []
+        for low in range(0, stages, 2):
+            own = range(low, min(low + 2, stages))
+            rows.append(
+                tuple(
+                    task
+                    for number in range(microbatches)
+                    for task in (
+                        *(Task.forward(stage, number) for stage in own),
+                        *(Task.backward(stage, number) for stage in reversed(own)),
+                    )
+                )
+            )
+        return Order(stages, microbatches, tuple(rows))
+
+    return make_order(together, stages, microbatches)
+
+
+@given(pipelines)
+def test_lists_of_stages_that_share_meshes(case: tuple[int, int, int]) -> None:
+    """All promises are kept, nothing waits for ever, and what is computed does not depend on where stages lie."""
+    seed, stages, microbatches = case
+    order = dealt_order(seed, stages, microbatches)
+    interfaces, passages = random_pipeline(Random(seed), stages)
+    made = build_lists(order, interfaces, passages)
+    verify_lists(made.lists, made.given, made.kept_slots)
+    verify_meetings(made.lists)
+    for mesh, rows in enumerate(made.lists):
+        tasks = [row.task for row in rows if isinstance(row, Run)]
+        assert [task for task in tasks if task.part.per_microbatch] == list(order.meshes[mesh])
+    moved = {
+        row.task.segment for rows in made.lists for row in rows if isinstance(row, Run) and row.task.part is Part.MOVE
+    }
+    homes = order.homes
+    assert moved == {one.transfer for one in passages if homes[one.source_stage] == homes[one.target_stage]}
+    work = Work(lambda task: 1.0, lambda transfer: Load(0.5), lambda slot: 1.0)
+    for transport in Transport:
+        simulate(made.lists, work, Machine((Processor(),) * len(order.meshes)), transport)
+    plain = carry_out(build_lists(one_after_the_other(stages, microbatches), interfaces, passages))
+    assert carry_out(made) == plain
 
 
 @given(pipelines, st.sampled_from(PIPELINES))

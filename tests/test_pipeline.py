@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar import Order, Task
 from autopar.errors import PlanError, TraceError
 from autopar.plan import Plan, Schedule
 from autopar.schedule.instructions import Part
@@ -204,6 +206,66 @@ def test_constraints_hold_on_the_stage_of_the_leaf() -> None:
     same(after_two(step, state), after_two(jax.jit(train_step), make_state()))
 
 
+# ------------------------------------------------------------------------------------- several stages on a mesh
+
+
+def there_and_back(stages: int, microbatches: int) -> Order:
+    """Stages 0 and S−1 on the first mesh, 1 and S−2 on the second, …: the loss is computed where the input is read."""
+    rows = []
+    for low in range(stages // 2):
+        high = stages - 1 - low
+        order = (Task.forward(low, 0), Task.forward(high, 0), Task.backward(high, 0), Task.backward(low, 0))
+        rows.append(tuple(replace(task, microbatch=number) for number in range(microbatches) for task in order))
+    return Order(stages, microbatches, tuple(rows))
+
+
+@pytest.mark.parametrize(
+    ("stages", "options", "homes"),
+    [
+        (4, {"schedule": "interleaved_1f1b", "mesh_shape": (2, 2)}, (0, 1, 0, 1)),
+        ([[4, 5], [0, 1], [4, 5], [0, 1]], {}, (0, 1, 0, 1)),
+        (4, {"schedule": there_and_back, "mesh_shape": (4,)}, (0, 1, 1, 0)),
+        ([[0, 1], [2], [2], [0, 1]], {"schedule": there_and_back}, (0, 1, 1, 0)),
+    ],
+    ids=["interleaved", "devices", "own", "own, devices"],
+)
+def test_stages_share_meshes(stages: Any, options: Any, homes: tuple[int, ...], tmp_path: Path) -> None:
+    """As they are, and by way of a file."""
+    expected = after_two(jax.jit(train_step), make_state())
+    step = pipeline(train_step, stages, 4, **options)
+    same(after_two(step, step.init(make_state, examples())), expected)
+    plan = step.last.plan
+    assert plan.meshes_of_stages == homes and len(step.last.runs.lists.lists) == 2
+    plan.save(tmp_path / "plan.json")
+    again = autopar.parallelize(train_step, cluster=eight_slow_devices())
+    again.use(Plan.load(tmp_path / "plan.json"))
+    same(after_two(again, again.init(make_state, examples())), expected)
+
+
+def test_values_stay_on_a_mesh_in_another_layout() -> None:
+    """A skip connection from stage 1 to stage 3 on the same mesh, which the first wants cut and the other whole."""
+
+    def skipping(params: Any, batch: Any) -> jax.Array:
+        first, *layers = params.values()
+        seen = x = jnp.tanh(batch["x"] @ first["kernel"] + first["bias"])
+        for layer in layers:
+            x = jnp.tanh(x @ layer["kernel"] + layer["bias"])
+        return jnp.mean((x + seen @ seen.T @ x - batch["y"]) ** 2)
+
+    options = {"mesh_shape": (2, 2), "schedule": "interleaved_1f1b", "batch_coupling": "per_microbatch"}
+    step = pipeline(step_of(skipping), 4, 1, **options)
+    same(after_two(step, step.init(make_state, examples())), after_two(jax.jit(step_of(skipping)), make_state()))
+    moves = [key for key in step.last.executor.executables if key[1] is Part.MOVE]
+    assert moves
+    for move in moves:  # a new array, even where the layout is the same: the old one may be donated
+        assert step.last.executor.executables[move].memory_analysis().alias_size_in_bytes == 0
+
+
+def test_more_stages_on_a_mesh_are_searched() -> None:
+    plan = pipeline(train_step, 4, 4, stages_per_mesh=2, mesh_shape=None).plan(jax.eval_shape(make_state), examples())
+    assert plan.schedule is Schedule.INTERLEAVED_ONE_F_ONE_B and plan.meshes_of_stages == (0, 1, 0, 1)
+
+
 # ------------------------------------------------------------------------------------------------------- the state
 
 
@@ -338,7 +400,35 @@ def test_the_steps_of_a_loop_over_microbatches_are_sound() -> None:
         ({"stages": [[0, 1], [1, 2]]}, r"the device 1 stands there twice"),
         ({"stages": [[0, 1]]}, r"must name two stages or more"),
         ({"stages": [[0, 1], [8]]}, r"stage 2 has the device 8, and the devices of slow devices are 0 to 7"),
-        ({"stages": 2, "schedule": "2f2b"}, r"schedule='2f2b' is no schedule .*gpipe, 1f1b, eager_1f1b"),
+        (
+            {"stages": 2, "schedule": "2f2b"},
+            r"schedule='2f2b' is no schedule .*gpipe, 1f1b, eager_1f1b, interleaved_1f1b",
+        ),
+        ({"stages": 2, "schedule": "own"}, r"schedule='own' is no schedule .* returns an autopar.Order"),
+        ({"stages": 2, "schedule": "interleaved_1f1b"}, r"stages=2 cannot be dealt round: .* stages=4 is the least"),
+        ({"stages": 4, "stages_per_mesh": 0}, r"stages_per_mesh=0 is no number of stages"),
+        ({"stages": 4, "stages_per_mesh": 3}, r"stages_per_mesh=3 does not deal stages=4 to two meshes or more"),
+        ({"stages": 4, "stages_per_mesh": 4}, r"stages_per_mesh=4 does not deal stages=4 to two meshes or more"),
+        (
+            {"stages_per_mesh": 2},
+            r"stages_per_mesh=2 deals a number of stages; say how many in all, for example stages=4",
+        ),
+        (
+            {"stages": 4, "stages_per_mesh": 2, "schedule": "gpipe"},
+            r"schedule='gpipe' and stages_per_mesh=2 do not go together: 'interleaved_1f1b' has two stages or more",
+        ),
+        (
+            {"stages": [[0], [1], [0], [1]], "schedule": "gpipe"},
+            r"schedule 'gpipe' has a mesh for each stage, not 2 for 4; the schedule of several stages on a mesh is",
+        ),
+        (
+            {"stages": [[0], [1], [1], [0]]},
+            r"runs the stages 1 and 3 on one mesh, and they have the devices \[0\] and \[1\]; give each the same devices",
+        ),
+        (
+            {"stages": 4, "schedule": lambda stages, microbatches: Order(stages, microbatches, ())},
+            r"the order of 4 stages and \d+ microbatches lacks backward of stage 0, microbatch 0; add it",
+        ),
         ({"stages": 2, "schedule": "single"}, r"schedule='single' is no schedule"),
         ({"schedule": "gpipe"}, r"schedule='gpipe' orders the microbatches of a pipeline, and no stages are asked for"),
         ({"stages": 2, "num_microbatches": 3}, r"num_microbatches=3 does not divide the batch of 16"),

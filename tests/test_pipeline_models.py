@@ -110,11 +110,11 @@ class Row:
 
 
 PIPELINED = (Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.EAGER_ONE_F_ONE_B)
+DEALT = (Schedule.INTERLEAVED_ONE_F_ONE_B,)
 
 
-def product(models: Iterable[str]) -> list[Row]:
-    """Every row, in an order that keeps a model's rows together."""
-    schedules = {1: (Schedule.SINGLE,), 2: PIPELINED, 4: PIPELINED}
+def product(models: Iterable[str], schedules: Mapping[int, Sequence[Schedule]]) -> list[Row]:
+    """Every row, in an order that keeps a model's rows together; ``schedules`` are by the number of stages."""
     return [
         Row(model, stages, count, schedule)
         for model in models
@@ -146,6 +146,10 @@ def reference(name: str) -> Run:
 
 MESH_SHAPES = {1: (2, 4), 2: (2, 2), 4: (2, 1)}
 """By the number of stages."""
+
+
+ALONE: Mapping[int, Sequence[Schedule]] = {1: (Schedule.SINGLE,), 2: PIPELINED, 4: PIPELINED}
+"""Every stage on a mesh of its own."""
 
 
 def pipeline(model: Model, row: Row) -> Any:
@@ -191,16 +195,22 @@ def check_or_refusal(row: Row) -> None:
         check(row)
 
 
-@pytest.mark.parametrize("row", covering(product(NAMED), seed=0), ids=str)
+@pytest.mark.parametrize("row", covering(product(NAMED, ALONE), seed=0), ids=str)
 def test_every_pair_of_choices(row: Row) -> None:
     """On meshes of one shape: what cuts and meshes are found decides on seconds, not on numbers, and takes most of the time."""
     check(row, lambda model, row: pipeline(model, row).with_options(mesh_shape=MESH_SHAPES[row.stages]))
 
 
 @pytest.mark.verify
-@pytest.mark.parametrize("row", product(MODELS), ids=str)
+@pytest.mark.parametrize("row", product(MODELS, {**ALONE, 4: (*PIPELINED, *DEALT)}), ids=str)
 def test_every_model_schedule_and_size(row: Row) -> None:
     check_or_refusal(row)
+
+
+@pytest.mark.parametrize("row", [Row("gpt", 4, 4, *DEALT), Row("unet", 4, 2, *DEALT)], ids=str)
+def test_stages_that_are_dealt_round(row: Row) -> None:
+    """A tied embedding and a clipped norm; skip connections from stage to stage on one mesh."""
+    check(row, lambda model, row: pipeline(model, row).with_options(mesh_shape=(2, 2)))
 
 
 @pytest.mark.parametrize(
@@ -215,7 +225,7 @@ def test_what_cannot_be_cut_is_refused(row: Row) -> None:
 
 
 def test_the_sample_covers_every_pair() -> None:
-    rows = product(NAMED)
+    rows = product(NAMED, ALONE)
     sample = covering(rows, seed=0)
     assert frozenset().union(*(row.pairs for row in sample)) == frozenset().union(*(row.pairs for row in rows))
     assert len(sample) < len(rows) / 5

@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 
 from autopar.cluster import Cluster, Mesh
 from autopar.errors import PlanError
-from autopar.plan import CollectiveUse, Layout, Memory, Plan, Prediction, Schedule, SolverReport, Stage, Strategy
+from autopar.plan import CollectiveUse, Layout, Memory, Pass, Plan, Prediction, Schedule, SolverReport, Stage, Strategy
 from autopar.plan_file import load_plan, save_plan
+from autopar.schedule.instructions import Task
+from autopar.schedule.orders import Order, as_entries, from_entries, make_order
 
 MESH = Mesh(("data", "model"), (2, 4))
 ROWS = Layout((("data",), ()))
@@ -90,7 +92,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
 def test_entries_stand_in_the_tables_once(tmp_path: Path) -> None:
     content = stored(TOY, tmp_path / "plan.json")
-    assert (content["format"], content["version"]) == ("autopar.plan", 2)
+    assert (content["format"], content["version"]) == ("autopar.plan", 3)
     plan = content["plan"]
     assert plan["layouts"] == [
         {"dims": [["data", "model"], []], "partial": []},
@@ -210,7 +212,12 @@ def test_several_stages(tmp_path: Path) -> None:
         ({"cuts": ()}, r"\$\.plan\.cuts: 0 cuts for 2 stages"),
         ({"stages": (first, second, first), "cuts": (3, 3)}, r"\$\.plan\.cuts: \[3, 3\] do not ascend"),
         ({"schedule": Schedule.SINGLE}, r"\$\.plan\.schedule: 'single' is no schedule of 2 stages"),
-        ({"stages": (first, first)}, r"stages\[1\]\.devices: the device 0 stands in \$\.plan\.stages\[0\] already"),
+        (
+            {"stages": (first, dataclasses.replace(second, devices=(3, 4, 5, 6)))},
+            r"stages\[1\]\.devices: the device 3 stands in \$\.plan\.stages\[0\] already",
+        ),
+        ({"stages": (first, first)}, r"stages: 2 stages on 1 meshes are not spread as the schedule 'gpipe' has it"),
+        ({"schedule": Schedule.OWN}, r"\$\.plan\.order: no order stands there for the schedule 'own'"),
         ({"num_devices": 7}, r"stages\[1\]\.devices: there is no device 7, \$\.plan\.num_devices is 7"),
         (
             {"stages": (first, dataclasses.replace(second, devices=()))},
@@ -219,6 +226,71 @@ def test_several_stages(tmp_path: Path) -> None:
     ):
         with pytest.raises(PlanError, match=message):
             dataclasses.replace(plan, **change).save(tmp_path / "plan.json")
+
+
+def test_stages_that_share_meshes(tmp_path: Path) -> None:
+    """They lie as the schedule has it; an order of the user's own is data like all else."""
+    low, high = (Stage(Mesh(("data",), (4,)), {0: ROWS}, {}, {}, devices) for devices in ((0, 1, 2, 3), (4, 5, 6, 7)))
+    first = {"stages": (low, high, low, high), "cuts": (1, 2, 3), "num_microbatches": 1}
+    use = dataclasses.replace(TOY.prediction.collectives[0], axes=("data",))
+    prediction = dataclasses.replace(TOY.prediction, collectives=(use,))
+    ends = {"in_layouts": (ROWS, ROWS), "out_layouts": (ROWS,), "prediction": prediction}
+    dealt = dataclasses.replace(make_plan(low, **ends), **first, schedule=Schedule.INTERLEAVED_ONE_F_ONE_B)
+    dealt.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == dealt
+    assert (
+        dealt.meshes_of_stages == (0, 1, 0, 1) and "in 4 stages on 2 meshes, interleaved_1f1b over" in dealt.summary()
+    )
+    order = make_order(folded, 4, 1)
+    own = dataclasses.replace(dealt, schedule=Schedule.OWN, order=as_entries(order), stages=(low, high, high, low))
+    own.save(tmp_path / "plan.json")
+    back = Plan.load(tmp_path / "plan.json")
+    assert back == own and from_entries(back.order, 4, 1) == order
+    other = dataclasses.replace(low, mesh=Mesh(("data", "model"), (2, 2)))
+    spread = r"\$\.plan\.stages: 4 stages on 2 meshes are not spread as the schedule 'interleaved_1f1b' has it"
+    for plan, change, message in (
+        (dealt, {"stages": (low, high, high, low)}, spread),
+        (
+            dealt,
+            {"stages": (low, high, other, high)},
+            r"stages\[2\]\.mesh: data=2 × model=2 on the devices that are data=4",
+        ),
+        (dealt, {"order": own.order}, r"\$\.plan\.order: an order stands there for the schedule 'interleaved_1f1b'"),
+        (own, {"stages": (low, high, low, high)}, r"are not spread as the schedule 'own' has it"),
+        (own, {"order": own.order[:1]}, r"\$\.plan\.order: the stage 1 stands nowhere"),
+        (
+            own,
+            {"order": (*own.order, own.order[0])},
+            r"\$\.plan\.order\[2\]\[0\]: the stage 0 stands in .*\[0\] already",
+        ),
+        (
+            own,
+            {"order": ((*own.order[0], (Pass.FORWARD, 0, 1)), own.order[1])},
+            r"order\[0\]\[4\]: there is no microbatch 1",
+        ),
+    ):
+        with pytest.raises(PlanError, match=message):
+            dataclasses.replace(plan, **change).save(tmp_path / "plan.json")
+
+
+def folded(stages: int, microbatches: int) -> Order:
+    """Stage s and stage S−1−s on one mesh, microbatch by microbatch."""
+    rows = []
+    for low in range(stages // 2):
+        high = stages - 1 - low
+        rows.append(
+            tuple(
+                task
+                for number in range(microbatches)
+                for task in (
+                    Task.forward(low, number),
+                    Task.forward(high, number),
+                    Task.backward(high, number),
+                    Task.backward(low, number),
+                )
+            )
+        )
+    return Order(stages, microbatches, tuple(rows))
 
 
 def test_plan_of_a_real_program(tmp_path: Path) -> None:
@@ -288,7 +360,8 @@ def test_fifty_thousand_values(tmp_path: Path) -> None:
 
 def test_summary() -> None:
     assert TOY.summary() == "intra_op on data=2 × model=4: 300.000 ms per step, 1.3 MiB per device, gap 0.00%"
-    halves = dataclasses.replace(TOY, stages=TOY.stages * 2, solver=dataclasses.replace(TOY.solver, gap=0.0123))
+    twice = tuple(dataclasses.replace(TOY.stages[0], devices=devices) for devices in ((0, 1), (2, 3)))
+    halves = dataclasses.replace(TOY, stages=twice, solver=dataclasses.replace(TOY.solver, gap=0.0123))
     assert halves.summary().startswith(
         "intra_op in 2 stages, single over 1 microbatch, on data=2 × model=4 | data=2 × model=4: "
     )
@@ -406,9 +479,9 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "message"),
     [
-        (3, "$.version is 3, written by a newer release, and this one reads 2; upgrade autopar"),
-        (1, "$.version is 1, written by an older release, and this one reads 2; plan again with this release"),
-        (0, "$.version is 0, and there is no such version (this release reads 2)"),
+        (4, "$.version is 4, written by a newer release, and this one reads 3; upgrade autopar"),
+        (2, "$.version is 2, written by an older release, and this one reads 3; plan again with this release"),
+        (0, "$.version is 0, and there is no such version (this release reads 3)"),
         ("1", "Expected `int`, got `str` - at `$.version`"),
     ],
 )

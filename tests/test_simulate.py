@@ -16,8 +16,8 @@ from autopar.errors import ClusterError, InternalError, ScheduleError
 from autopar.plan import Schedule
 from autopar.schedule.instructions import Free, Instruction, InstructionList, Part, Receive, Run, Send, Slot, Task
 from autopar.schedule.lists import build_lists
-from autopar.schedule.orders import make_order, promised_in_flight
-from tests.pipelines import ACTIVATION, GRADIENT_IN, GRADIENT_OUT, INPUT, RESIDUAL, chain
+from autopar.schedule.orders import make_order
+from tests.pipelines import ACTIVATION, GRADIENT_IN, GRADIENT_OUT, INPUT, RESIDUAL, chain, promised_in_flight
 
 LINK = Resource(ResourceKind.NETWORK_OUT, 0, 0)
 OTHER_LINK = Resource(ResourceKind.NETWORK_OUT, 1, 0)
@@ -226,6 +226,22 @@ def test_residuals_in_memory_are_those_in_flight(schedule: Schedule, stages: int
     promised = [promised_in_flight(schedule, stages, microbatches, stage) for stage in range(stages)]
     assert done.peak_bytes == tuple(residual_bytes * count for count in promised)
     assert all(curve[-1][1] == 0 for curve in done.memory)
+
+
+@given(st.integers(2, 4), st.integers(2, 3), st.integers(1, 3), st.integers(1, 5), st.integers(1, 5))
+def test_dealt_stages_take_and_hold_what_the_formulas_say(
+    meshes: int, each: int, groups: int, forward: int, backward: int
+) -> None:
+    """A task of a dealt stage takes 1/v of what it takes where a mesh has one stage; all of a mesh's residuals count."""
+    stages, microbatches = meshes * each, meshes * groups
+    order = make_order(Schedule.INTERLEAVED_ONE_F_ONE_B, stages, microbatches, meshes)
+    timed = part_seconds(forward, backward)
+    work = Work(timed.task_seconds, slot_bytes=lambda slot: 7.0 if slot.name == RESIDUAL else 0.0)
+    done = simulate(build_lists(order, *chain(stages)).lists, work, Machine((Processor(),) * meshes))
+    assert done.step_seconds == (microbatches * each + meshes - 1) * (forward + backward)
+    chunks = microbatches * each
+    held = [min(chunks, 2 * (meshes - mesh - 1) + (each - 1) * meshes + 1) for mesh in range(meshes)]
+    assert done.peak_bytes == tuple(7.0 * count for count in held)
 
 
 @given(st.integers(2, 5), st.integers(8, 20), st.sampled_from([0.25, 0.5, 1.0]))

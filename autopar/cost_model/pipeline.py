@@ -21,13 +21,14 @@ from autopar.cost_model.arrays import arrays_of
 from autopar.cost_model.machine import Load, Machine, make_machine, message_load
 from autopar.cost_model.memory import timeline
 from autopar.cost_model.predict import collectives_of, local_bytes, run_costs
+from autopar.cost_model.roofline import operator_seconds
 from autopar.cost_model.simulate import Simulation, Work, simulate
 from autopar.cost_model.transfers import cheapest_transfer, finishing_seconds
 from autopar.graph.fusion import Fusion
 from autopar.graph.ir import Phase
 from autopar.plan import CollectiveUse, Memory, Prediction
 from autopar.profile import Dispatch
-from autopar.schedule.cross_mesh import CrossMeshTransfer, Placement
+from autopar.schedule.cross_mesh import CrossMeshTransfer, Placement, move_on_mesh
 from autopar.schedule.instructions import Part, Slot, Task
 from autopar.schedule.pipeline import Pipeline, StageLowering, layouts_of_crossing
 from autopar.schedule.reshard import local_shape
@@ -151,7 +152,7 @@ def _as_program(one: Executable) -> SpmdProgram:
 
 
 def transfers_of(pipeline: Pipeline, cluster: Cluster) -> dict[int, CrossMeshTransfer]:
-    """For every crossing, by number, how its array gets from mesh to mesh."""
+    """For every crossing, by number, how its array gets from mesh to mesh, or from layout to layout on one."""
     found = {}
     for crossing in pipeline.crossings:
         ends = layouts_of_crossing(pipeline, crossing)
@@ -162,7 +163,10 @@ def transfers_of(pipeline: Pipeline, cluster: Cluster) -> dict[int, CrossMeshTra
             )
         ]
         itemsize_bytes = crossing.size_bytes // max(1, math.prod(crossing.shape))
-        found[crossing.number] = cheapest_transfer(crossing.shape, itemsize_bytes, places[0], places[1], cluster)
+        if pipeline.stays(crossing):
+            found[crossing.number] = move_on_mesh(crossing.shape, itemsize_bytes, places[0], places[1])
+        else:
+            found[crossing.number] = cheapest_transfer(crossing.shape, itemsize_bytes, places[0], places[1], cluster)
     return found
 
 
@@ -173,36 +177,43 @@ def simulate_pipeline(
     cluster: Cluster,
 ) -> Simulation:
     """One step of a pipeline on a cluster; ``costs`` run parallel to its stages."""
-    loads = {number: transfer_load(transfer, cluster) for number, transfer in transfers.items()}
+    staying = {crossing.number for crossing in pipeline.crossings if pipeline.stays(crossing)}
+    moves = {number: move_seconds(transfers[number], cluster) for number in staying}
+    loads = {number: transfer_load(one, cluster) for number, one in transfers.items() if number not in staying}
 
     def slot_bytes(slot: Slot) -> float:
         return costs[slot.stage].slot_bytes[slot.name]
 
     def task_seconds(task: Task) -> float:
-        return costs[task.stage].seconds(task.part, task.segment)
+        return moves[task.segment] if task.part is Part.MOVE else costs[task.stage].seconds(task.part, task.segment)
 
     def temporary_bytes(task: Task) -> float:
-        return costs[task.stage].executables[task.part, task.segment].temp_bytes
+        return 0.0 if task.part is Part.MOVE else costs[task.stage].executables[task.part, task.segment].temp_bytes
 
     work = Work(task_seconds, loads.__getitem__, slot_bytes, temporary_bytes)
     return simulate(pipeline.lists.lists, work, machine_of(pipeline, cluster))
 
 
 def predict_pipeline(pipeline: Pipeline, costs: Sequence[StageCost], simulation: Simulation) -> Prediction:
-    """What is said of a whole step: seconds as simulated; work and collectives of the busiest stage, on one of its devices;
+    """What is said of a whole step: seconds as simulated; work and collectives of the busiest mesh, on one of its devices;
     bytes of the fullest device.
     """
     count = pipeline.order.num_microbatches
-    busiest = max(costs, key=lambda cost: cost.step_seconds(count))
-    runs = [(cost, count if part.per_microbatch else 1) for (part, _), cost in busiest.executables.items()]
+    on_mesh: list[list[StageCost]] = [[] for _ in pipeline.order.meshes]
+    for home, cost in zip(pipeline.homes, costs, strict=True):
+        on_mesh[home].append(cost)
+    busiest = max(on_mesh, key=lambda own: sum(cost.step_seconds(count) for cost in own))
+    runs = [
+        (cost, count if part.per_microbatch else 1) for own in busiest for (part, _), cost in own.executables.items()
+    ]
     collectives = [
         replace(use, count=use.count * times, wire_bytes=use.wire_bytes * times, seconds=use.seconds * times)
         for cost, times in runs
         for use in cost.collectives
     ]
     peaks = simulation.peak_bytes
-    fullest = max(range(len(costs)), key=lambda stage: peaks[pipeline.order.mesh_of(stage)])
-    state, peak = costs[fullest].state_bytes, int(peaks[pipeline.order.mesh_of(fullest)])
+    fullest = max(range(len(on_mesh)), key=lambda mesh: peaks[mesh])
+    state, peak = sum(cost.state_bytes for cost in on_mesh[fullest]), int(peaks[fullest])
     return Prediction(
         compute_seconds=sum(cost.compute_seconds * times for cost, times in runs),
         communication_seconds=sum(cost.communication_seconds * times for cost, times in runs),
@@ -219,9 +230,19 @@ def predict_pipeline(pipeline: Pipeline, costs: Sequence[StageCost], simulation:
 def machine_of(pipeline: Pipeline, cluster: Cluster) -> Machine:
     """The meshes of a pipeline, each on its devices of the cluster."""
     devices: list[tuple[int, ...]] = [()] * len(pipeline.lists.lists)
-    for stage, lowering in enumerate(pipeline.stages):
-        devices[pipeline.order.mesh_of(stage)] = lowering.stage.devices
+    for home, lowering in zip(pipeline.homes, pipeline.stages, strict=True):
+        devices[home] = lowering.stage.devices
     return make_machine(cluster, devices)
+
+
+def move_seconds(transfer: CrossMeshTransfer, cluster: Cluster) -> float:
+    """Seconds of a value that stays on its mesh: read and written once, and the collectives to the layout that is wanted."""
+    local_bytes = max(
+        math.prod(local_shape(transfer.shape, layout, transfer.target.mesh)) * transfer.itemsize_bytes
+        for layout in (transfer.landing, transfer.target.layout)
+    )
+    copy_seconds = operator_seconds(0.0, 2.0 * local_bytes, "float32", cluster)
+    return _call_seconds(cluster) + copy_seconds + finishing_seconds(transfer, cluster)
 
 
 def transfer_load(transfer: CrossMeshTransfer, cluster: Cluster) -> Load:

@@ -174,7 +174,7 @@ def _pipeline_explanation(case: _Case) -> PipelineExplanation:
         schedule=plan.schedule.value,
         num_microbatches=plan.num_microbatches,
         microbatch_size=(subject.roles.batch_size or 0) // plan.num_microbatches,
-        bubble_fraction=bubble_fraction(len(stages), plan.num_microbatches),
+        bubble_fraction=bubble_fraction(account.whole.pipeline.order),
         stages=stages,
         passages=passage_rows(account, subject.program.in_paths, case.cluster),
         timeline=timeline_rows(account),

@@ -28,15 +28,18 @@ class Work(Enum):
     BACKWARD = "backward"
     ONCE = "once"
     """What runs once in a step, before the microbatches or after them."""
+    MOVE = "move"
+    """A value is handed on between stages on one mesh."""
 
 
 @dataclass(frozen=True)
 class StageRow:
-    """One stage, its devices and the mesh that they form; ``axes_in_use`` cut anything there.
+    """One stage, its devices and the mesh that they form, which stages may share; ``axes_in_use`` cut anything there.
 
     ``first`` and ``last`` name the ends of its run of ``num_operators`` operators of the forward pass.  ``before_seconds`` and
     ``update_seconds`` are of what runs once in a step.  Bytes are of one device: ``state_bytes`` of what it is given once in a
-    step (state and batch), ``peak_bytes`` at its fullest moment.  ``in_flight`` microbatches keep residuals at once.
+    step (state and batch), ``peak_bytes`` at its fullest moment.  That and ``busy_fraction`` are of all stages of the mesh.
+    ``in_flight`` microbatches keep residuals at once.
     """
 
     number: int

@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from autopar.explain.data import MethodTotals
-from autopar.explain.pipeline import PassageRow, PipelineExplanation, TimelineRow, Work
+from autopar.explain.pipeline import PassageRow, PipelineExplanation, Span, TimelineRow, Work
 from autopar.explain.render import MOST_PARAMETERS, new_table, parameter_cell, remark, search_text, share, totals_table
 from autopar.explain.words import axes_text, seconds_text
 from autopar.wording import bytes_text, slashed
@@ -22,15 +22,17 @@ TIMELINE_WIDTH = 80
 MOST_SENT = 3
 IDLE = "·"
 ONCE = "■"
+MOVE = "»"
 FORWARD_DIGITS = "0123456789"
 BACKWARD_DIGITS = "₀₁₂₃₄₅₆₇₈₉"
-_STYLES = {Work.FORWARD: "cyan", Work.BACKWARD: "magenta", Work.ONCE: "yellow"}
+_STYLES = {Work.FORWARD: "cyan", Work.BACKWARD: "magenta", Work.ONCE: "yellow", Work.MOVE: "green"}
 
 
 def pipeline_view(e: PipelineExplanation) -> Iterator[RenderableType]:
     """The parts of an explanation, top to bottom."""
     count = "1 microbatch" if e.num_microbatches == 1 else f"{e.num_microbatches} microbatches"
-    stages = f"{len(e.stages)} stages, {e.schedule} over {count}"
+    dealt = "" if len(e.timeline) == len(e.stages) else f" on {len(e.timeline)} meshes"
+    stages = f"{len(e.stages)} stages{dealt}, {e.schedule} over {count}"
     title = Text.assemble((e.function, "bold"), f" · {e.method} · {stages} · {e.cluster}")
     yield Panel(Text(e.verdict), title=title, title_align="left", box=box.ROUNDED, padding=(0, 1))
     yield from _stage_tables(e)
@@ -87,10 +89,22 @@ def _timeline(e: PipelineExplanation) -> RenderableType:
         end += f"; measured {seconds_text(e.measured_seconds)} (median of {e.measured_steps}), ×{ratio:.2f}"
     lines.append(Text(f"{'':>{width}}  0 … {end}"))
     legend = f"{FORWARD_DIGITS[1]} forward, {BACKWARD_DIGITS[1]} backward (last digit of the microbatch), {ONCE} once in a step"
+    if any(span.work is Work.MOVE for row in e.timeline for span in row.spans):
+        legend += f", {MOVE} handed on"
     lines.append(Text(f"{'':>{width}}  {legend}, {IDLE} idle", style="dim"))
-    idle = sum(1 - row.busy_fraction for row in e.stages) / len(e.stages)
+    busy = {row.devices: row.busy_fraction for row in e.stages}
+    idle = sum(1 - fraction for fraction in busy.values()) / len(busy)
     bubble = f"idle {idle:.0%} of the time; equal stages with messages that cost nothing: {e.bubble_fraction:.0%}"
     return Group(*lines, Text(f"{'':>{width}}  {bubble}"), Text())
+
+
+def _character(span: Span) -> str:
+    if span.work is Work.ONCE:
+        return ONCE
+    if span.work is Work.MOVE:
+        return MOVE
+    digits = BACKWARD_DIGITS if span.work is Work.BACKWARD else FORWARD_DIGITS
+    return digits[span.microbatch % 10]
 
 
 def timeline_cells(row: TimelineRow, step_seconds: float, width: int = TIMELINE_WIDTH) -> list[tuple[str, Work | None]]:
@@ -98,8 +112,7 @@ def timeline_cells(row: TimelineRow, step_seconds: float, width: int = TIMELINE_
     column_seconds = step_seconds / width
     filled: list[dict[tuple[str, Work | None], float]] = [{(IDLE, None): column_seconds} for _ in range(width)]
     for span in row.spans:
-        digits = BACKWARD_DIGITS if span.work is Work.BACKWARD else FORWARD_DIGITS
-        cell = (ONCE if span.work is Work.ONCE else digits[span.microbatch % 10], span.work)
+        cell = (_character(span), span.work)
         first = min(width - 1, int(span.start_seconds / column_seconds))
         last = min(width - 1, int(span.end_seconds / column_seconds))
         for column in range(first, last + 1):

@@ -29,6 +29,7 @@ _WORK = {
     Part.FORWARD: Work.FORWARD,
     Part.BACKWARD: Work.BACKWARD,
     Part.AFTER: Work.ONCE,
+    Part.MOVE: Work.MOVE,
 }
 
 # ---------------------------------------------------------------------------------------------------------------- stages
@@ -43,7 +44,7 @@ def stage_rows(account: PipelineAccount) -> tuple[StageRow, ...]:
         seconds[event.task.stage, event.task.part] += event.end_seconds - event.start_seconds
     rows = []
     for number, (lowering, cost) in enumerate(zip(pipeline.stages, account.costs, strict=True)):
-        mesh, operators = order.mesh_of(number), account.forward[number]
+        mesh, operators = pipeline.homes[number], account.forward[number]
         rows.append(
             StageRow(
                 number=number + 1,
@@ -155,7 +156,7 @@ def timeline_rows(account: PipelineAccount) -> tuple[TimelineRow, ...]:
     stages: list[set[int]] = [set() for _ in spans]
     for event in account.simulation.tasks:
         task = event.task
-        microbatch = task.microbatch + 1 if task.part.per_microbatch else 0
+        microbatch = task.microbatch + 1
         span = Span(_WORK[task.part], task.stage + 1, microbatch, event.start_seconds, event.end_seconds)
         spans[event.mesh].append(span)
         stages[event.mesh].add(task.stage + 1)

@@ -15,7 +15,7 @@ from autopar.inter_op.looped import Looped
 from autopar.inter_op.placing import forward_operators
 from autopar.plan import Layout, Plan, Schedule
 from autopar.schedule.cross_mesh import CrossMeshTransfer
-from autopar.schedule.orders import make_order
+from autopar.schedule.orders import Order, OrderFunction, from_entries, make_order
 from autopar.schedule.pipeline import Pipeline, StageLowering, lower_stage, pipeline_of
 from autopar.schedule.spmd import output_layouts
 from autopar.schedule.stage_program import Cut
@@ -31,16 +31,21 @@ class Assembled:
 
 @dataclass(frozen=True)
 class Running:
-    """How a pipeline is run, whatever its stages are."""
+    """How a pipeline is run, whatever its stages are: ``count`` microbatches in the order of a schedule, known or a function."""
 
-    schedule: Schedule
+    schedule: Schedule | OrderFunction
     count: int
-    """The number of microbatches."""
 
 
 def assemble(made: Cut, lowered: Sequence[StageLowering], running: Running, cluster: Cluster) -> Assembled:
     """The pipeline of a cut step from its lowered stages."""
-    pipeline = pipeline_of(lowered, made.crossings, make_order(running.schedule, len(lowered), running.count))
+    num_meshes = len({one.stage.devices for one in lowered})
+    order = make_order(running.schedule, len(lowered), running.count, num_meshes)
+    return _in_order(made, lowered, order, cluster)
+
+
+def _in_order(made: Cut, lowered: Sequence[StageLowering], order: Order, cluster: Cluster) -> Assembled:
+    pipeline = pipeline_of(lowered, made.crossings, order)
     return Assembled(pipeline, transfers_of(pipeline, cluster))
 
 
@@ -49,7 +54,7 @@ def assemble_plan(
 ) -> Assembled:
     """The pipeline of a plan of several stages, which may come from a file.
 
-    Raises :class:`~autopar.errors.PlanError` where the plan's cuts are none of this step.
+    Raises :class:`~autopar.errors.PlanError` where the plan's cuts are none of this step, or its order cannot be carried out.
     """
     count = len(forward_operators(loop))
     if not all(0 < position < count for position in plan.cuts):
@@ -62,6 +67,8 @@ def assemble_plan(
         lower_stage(program, graph, stage, donates_state=donates_state)
         for program, graph, stage in zip(made.stages, graphs, plan.stages, strict=True)
     ]
+    if plan.schedule is Schedule.OWN:
+        return _in_order(made, lowered, from_entries(plan.order, len(lowered), plan.num_microbatches), cluster)
     return assemble(made, lowered, Running(plan.schedule, plan.num_microbatches), cluster)
 
 

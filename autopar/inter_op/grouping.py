@@ -13,16 +13,25 @@ to large, and for each guess
 
 is the best for the layers from i and the devices from d in p stages.  A stage has a slice of a host (a power of two) or whole
 hosts; d says where a host ends.  O(guesses · S · D · n · L²), vectorised over L².
+
+Where stages share meshes, all of one size, stages are made as even as layers allow: the slowest is to be fastest.  With
+T_r = Σ (t + u/N) over the stages of mesh r, their bound and what they take if all messages are hidden are
+
+    T ≤ Σ_s t_s + Σ c + (N − 1) · max_r T_r + max_r Σ u            T ≥ N · max_r T_r + (P − 1) · min_s t_s
+
+(the latter for stages that are dealt round P meshes, and nearly equal).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from autopar.cluster import Cluster
+from autopar.inter_op.dealing import devices_at
 from autopar.inter_op.layer_costs import LayerCosts
 
 GUESSES = 24
@@ -33,17 +42,22 @@ GUESSES = 24
 class Grouping:
     """Stages as runs of layers and of devices: ``ends`` are the layers at which stages end, ``sizes`` their devices.
 
-    ``bound_seconds`` is the estimate of a step (see the module docstring).
+    ``bound_seconds`` is the estimate of a step, and ``least_seconds`` what it takes at least (see the module docstring).
+    ``homes``, where stages share meshes, are the mesh of every stage; then all have the same size.
     """
 
     count: int
     ends: tuple[int, ...]
     sizes: tuple[int, ...]
     bound_seconds: float
+    least_seconds: float = 0.0
+    homes: tuple[int, ...] | None = None
 
     @property
     def devices(self) -> tuple[tuple[int, ...], ...]:
         """The device ids of every stage."""
+        if self.homes is not None:
+            return devices_at(self.homes, self.sizes[0])
         found, start = [], 0
         for size in self.sizes:
             found.append(tuple(range(start, start + size)))
@@ -60,6 +74,11 @@ class Estimates:
     costs: Mapping[int, LayerCosts]
     crossing_bytes: np.ndarray
     most_stages: int
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers the stages are made of."""
+        return len(self.crossing_bytes) - 1
 
 
 def stage_sizes(cluster: Cluster) -> list[int]:
@@ -93,6 +112,51 @@ def best_groupings(estimates: Estimates, count: int) -> list[Grouping]:
     return sorted(best.values(), key=lambda one: one.bound_seconds)
 
 
+def shared_grouping(estimates: Estimates, count: int, homes: tuple[int, ...], size: int) -> Grouping | None:
+    """The grouping of stages at given homes, each mesh of so many devices, whose slowest stage is fastest.
+
+    None where there are too few layers, or where state and the residuals of a microbatch on each stage exceed the budget.
+    """
+    tables, stages = _Tables(estimates, count), len(homes)
+    if stages > tables.num_layers or size not in tables.seconds:
+        return None
+    seconds, once = tables.seconds[size], tables.once[size]
+    ends = _even_ends(seconds, stages)
+    runs = list(pairwise((0, *ends)))
+    on_mesh = np.zeros((3, max(homes) + 1))
+    for home, (start, end) in zip(homes, runs, strict=True):
+        on_mesh[0, home] += seconds[start, end]
+        on_mesh[1, home] += once[start, end]
+        on_mesh[2, home] += tables.state[size][start, end] + tables.residual[size][start, end]
+    if on_mesh[2].max() > estimates.budget_bytes:
+        return None
+    crossing = sum(
+        tables.crossing_seconds(max(homes[at], homes[at + 1]) * size, size)[end]
+        for at, end in enumerate(ends[:-1])
+        if homes[at] != homes[at + 1]
+    )
+    fill = sum(seconds[start, end] - once[start, end] / count for start, end in runs) + crossing
+    slowest = float(on_mesh[0].max())
+    bound = float(fill + (count - 1) * slowest + on_mesh[1].max())
+    waiting = max(homes) * min(float(seconds[start, end] - once[start, end] / count) for start, end in runs)
+    return Grouping(count, ends, (size,) * stages, bound, count * slowest + waiting, homes)
+
+
+def _even_ends(seconds: np.ndarray, stages: int) -> tuple[int, ...]:
+    """The ends of so many runs of layers of which the slowest is fastest; ``seconds[i, j]`` are those of layers i … j−1."""
+    layers = len(seconds) - 1
+    slowest = seconds[0]
+    cuts = []
+    for _ in range(stages - 1):
+        worse = np.maximum(slowest[:, None], seconds)
+        cuts.append(worse.argmin(axis=0))
+        slowest = worse.min(axis=0)
+    ends = [layers]
+    for cut in reversed(cuts):
+        ends.append(int(cut[ends[-1]]))
+    return tuple(ends[::-1])
+
+
 _NONE = Grouping(0, (), (), float("inf"))
 
 
@@ -101,13 +165,15 @@ class _Tables:
 
     def __init__(self, estimates: Estimates, count: int) -> None:
         self._estimates, self._count = estimates, count
-        self._layers = len(estimates.crossing_bytes) - 1
+        self.num_layers = estimates.num_layers
         self.seconds: dict[int, np.ndarray] = {}
+        self.once: dict[int, np.ndarray] = {}
         self.state: dict[int, np.ndarray] = {}
         self.residual: dict[int, np.ndarray] = {}
         for size, costs in estimates.costs.items():
             each, once = _runs(costs.microbatch_seconds(count)), _runs(costs.once_seconds)
             self.seconds[size] = each + once / count
+            self.once[size] = once
             self.state[size] = _runs(costs.state_bytes)
             self.residual[size] = _runs(costs.residual_bytes_of(count))
         first = next(iter(estimates.costs.values()))
@@ -122,7 +188,7 @@ class _Tables:
             values = values[np.unique(np.geomspace(1, len(values), GUESSES).astype(int) - 1)]
         yield from map(float, values)
 
-    def _crossing_seconds(self, device: int, size: int) -> np.ndarray:
+    def crossing_seconds(self, device: int, size: int) -> np.ndarray:
         """Of what crosses before each layer to a stage on ``size`` devices from ``device`` on."""
         cluster = self._estimates.cluster
         if device % cluster.devices_per_host == 0:
@@ -133,7 +199,7 @@ class _Tables:
 
     def solve(self, guess: float) -> list[tuple[float, tuple[int, ...], tuple[int, ...]]]:
         """For each number of stages: seconds, ends, sizes of the best grouping whose stages take at most ``guess``."""
-        cluster, layers = self._estimates.cluster, self._layers
+        cluster, layers = self._estimates.cluster, self.num_layers
         total = cluster.num_devices
         known: dict[int, np.ndarray] = {total: np.where(np.arange(layers + 1) == layers, 0.0, np.inf)}
         choice: list[dict[int, tuple[np.ndarray, np.ndarray]]] = []
@@ -147,7 +213,7 @@ class _Tables:
                     start = end - size
                     if start < 0 or not fits_hosts(start, size, cluster):
                         continue
-                    after = rest if end == total else rest + self._crossing_seconds(end, size)
+                    after = rest if end == total else rest + self.crossing_seconds(end, size)
                     sums = seconds + after[None, :]
                     to = sums.argmin(axis=1)
                     cost = sums[np.arange(layers + 1), to]

@@ -10,17 +10,22 @@ The bound of step 3 hides nothing behind anything; a grouping is planned as long
 may still beat the best pipeline so far, ``MOST_PLANNED`` of them at most (fewer of large programs).  Of programs that are not
 large, more and fewer microbatches are tried first, as long as that is faster; last, the best pipeline's stages try to end a
 layer earlier or later, and to lie on their other meshes.
+
+Behind these come stages that are dealt round (:mod:`autopar.inter_op.dealing`), where even with all messages hidden, and the
+bubble as short as it then is, they would be faster than the best pipeline so far.  What they save, a part of the bubble, they
+pay with messages; the simulator says whether that was worth it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from autopar.errors import BudgetError
+from autopar.errors import BudgetError, ScheduleError
 from autopar.graph.rules import Rulebook
-from autopar.inter_op.grouping import Estimates, Grouping, best_groupings, stage_sizes
+from autopar.inter_op.dealing import dealt_homes, homes_of
+from autopar.inter_op.grouping import Estimates, Grouping, best_groupings, shared_grouping, stage_sizes
 from autopar.inter_op.layer_costs import LayerCosts, LayerMap, layer_costs, layer_map
 from autopar.inter_op.layers import layers
 from autopar.inter_op.looped import Looped
@@ -36,6 +41,7 @@ from autopar.inter_op.stages import (
     whole_on,
 )
 from autopar.plan import Schedule
+from autopar.schedule.orders import OrderFunction
 
 MOST_LAYERS = 16
 """The forward pass is cut into so many layers at most; a stage is one or several."""
@@ -58,6 +64,12 @@ that were estimated to be slower still are not looked at.
 What integer programs say of stages is within two thousandths of what their simulation says.
 """
 
+MOST_DEALT = 3
+"""So many groupings whose stages are dealt round are planned exactly; of a large program one."""
+
+MOST_STAGES_PER_MESH = 4
+"""The planner itself deals so many stages to a mesh at most."""
+
 SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.EAGER_ONE_F_ONE_B, Schedule.GPIPE)
 """Stages are laid out for the first, which holds least; of equals the first is kept."""
 
@@ -67,9 +79,32 @@ class Wanted:
     """What the user has fixed of a pipeline; None: free."""
 
     num_stages: int | None = None
-    schedule: Schedule | None = None
+    schedule: Schedule | OrderFunction | None = None
     stage_size: int | None = None
     """Devices of every stage."""
+    stages_per_mesh: int | None = None
+
+    @property
+    def known_schedule(self) -> Schedule | None:
+        """The schedule that is asked for by its name; several stages on a mesh ask for the one that deals them round."""
+        if (self.stages_per_mesh or 1) > 1:
+            return Schedule.INTERLEAVED_ONE_F_ONE_B
+        return self.schedule if isinstance(self.schedule, Schedule) else None
+
+    @property
+    def own_schedule(self) -> OrderFunction | None:
+        """The schedule that is asked for as a function."""
+        return None if isinstance(self.schedule, Schedule) else self.schedule
+
+    @property
+    def may_be_alone(self) -> bool:
+        """Whether every stage may have a mesh of its own."""
+        return self.known_schedule is not Schedule.INTERLEAVED_ONE_F_ONE_B
+
+    @property
+    def may_be_dealt(self) -> bool:
+        """Whether stages may be dealt round, or as a function says."""
+        return self.stages_per_mesh != 1 and self.known_schedule in (None, Schedule.INTERLEAVED_ONE_F_ONE_B)
 
 
 def search_pipelines(
@@ -117,7 +152,9 @@ class _Search:
         self._at_least = at_least
         self._best: PipelineFound | None = None
         self._grouping: Grouping | None = None
-        self._planned: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
+        self._planned: set[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]] = set()
+        self._estimates: Estimates | None = None
+        self._known_homes: dict[int, tuple[int, ...] | None] = {}
         self._refusal: BudgetError | None = None
         self._planners: dict[int, StagePlanner] = {}
         self._rulebook: Rulebook | None = None
@@ -162,12 +199,63 @@ class _Search:
                 break
             if not self._plan(grouping):
                 break
+        if self._wanted.may_be_dealt:
+            self._deal(MOST_DEALT if size <= PLANNED_OPERATORS else 1, nearly)
         if self._best is not None and size <= PLANNED_OPERATORS:
             self._climb()
             self._best = self._planner(self._best.pipeline.order.num_microbatches).refined(self._best)
         if self._best is None and self._refusal is not None and self._enough == float("inf"):
             raise self._refusal
         return self._best
+
+    def _deal(self, most: int, nearly: float) -> None:
+        """Plan groupings whose stages share meshes, those that may be faster, the least bound first."""
+        groupings = self._dealt()
+        if not self._wanted.may_be_alone:
+            self._walk(groupings)
+        before = len(self._planned)
+        for grouping in groupings:
+            is_hopeful = grouping.least_seconds < self._enough and grouping.bound_seconds <= nearly * self._enough
+            if is_hopeful and len(self._planned) - before < most:
+                self._plan(grouping)
+
+    def _dealt(self) -> list[Grouping]:
+        """Groupings whose stages share meshes of one size, by their bounds."""
+        estimates, found = self._estimates, []
+        assert estimates is not None
+        num_devices = estimates.cluster.num_devices
+        for count in self._counts:
+            for homes in self._homes(count, estimates.num_layers):
+                num_meshes = max(homes) + 1
+                if num_devices % num_meshes == 0 and num_meshes < len(homes):
+                    found.append(shared_grouping(estimates, count, homes, num_devices // num_meshes))
+        return sorted((one for one in found if one is not None), key=lambda one: one.bound_seconds)
+
+    def _homes(self, count: int, most_stages: int) -> Iterator[tuple[int, ...]]:
+        """The meshes of the stages, in all ways that are allowed."""
+        wanted = self._wanted
+        if wanted.own_schedule is not None:
+            if (homes := self._own_homes(count)) is not None:
+                yield homes
+            return
+        most = most_stages // 2 if wanted.num_stages else MOST_STAGES_PER_MESH
+        for stages_per_mesh in [wanted.stages_per_mesh] if wanted.stages_per_mesh else range(2, most + 1):
+            for num_meshes in range(2, most_stages // stages_per_mesh + 1):
+                if wanted.num_stages in (None, num_meshes * stages_per_mesh):
+                    yield dealt_homes(num_meshes, stages_per_mesh)
+
+    def _own_homes(self, count: int) -> tuple[int, ...] | None:
+        """The meshes of the stages as the user's schedule has it; None where it has no order of so many microbatches."""
+        own, stages = self._wanted.own_schedule, self._wanted.num_stages
+        assert own is not None and stages is not None
+        if count not in self._known_homes:
+            try:
+                self._known_homes[count] = homes_of(own, stages, count, stages)
+            except ScheduleError:
+                self._known_homes[count] = None
+                if all(self._known_homes.get(other, ()) is None for other in self._counts):
+                    raise
+        return self._known_homes[count]
 
     def _walk(self, groupings: Sequence[Grouping]) -> None:
         """Plan the first grouping of the first one's number of microbatches, then of the next numbers while that is faster.
@@ -237,6 +325,9 @@ class _Search:
         costs = self._costs(task, mapped, sizes)
         most = min(mapped.num_layers, cluster.num_devices // min(costs))
         estimates = Estimates(cluster, task.budget_bytes, costs, mapped.crossing_bytes, most)
+        self._estimates = estimates
+        if not wanted.may_be_alone:
+            return []
         found = [one for count in self._counts for one in best_groupings(estimates, count)]
         if wanted.num_stages is not None:
             found = [one for one in found if len(one.ends) == wanted.num_stages]
@@ -266,7 +357,18 @@ class _Search:
             self._planners[count] = StagePlanner(task, self._rulebook)
         return self._planners[count]
 
-    def _arranged(self, grouping: Grouping, schedule: Schedule) -> Arrangement | None:
+    def _schedules(self, grouping: Grouping) -> tuple[Schedule | OrderFunction, ...]:
+        """The schedules that a grouping may run under."""
+        wanted = self._wanted
+        if (own := wanted.own_schedule) is not None:
+            homes = self._own_homes(grouping.count)
+            is_its = homes is not None and (grouping.homes == homes or len(set(homes)) == len(homes))
+            return (own,) if is_its else ()
+        if grouping.homes is not None:
+            return (Schedule.INTERLEAVED_ONE_F_ONE_B,)
+        return SCHEDULES if wanted.known_schedule is None else (wanted.known_schedule,)
+
+    def _arranged(self, grouping: Grouping, schedule: Schedule | OrderFunction) -> Arrangement | None:
         """A grouping in the step of its number of microbatches; None where that has other layers."""
         starts = self._layers(grouping.count)
         if max(grouping.ends[:-1]) > len(starts):
@@ -278,11 +380,11 @@ class _Search:
 
         Returns False for a grouping of a large program that was bounded, and given up as too slow.
         """
-        key = (grouping.count, grouping.ends, grouping.sizes)
-        if key in self._planned:
+        key = (grouping.count, grouping.ends, grouping.sizes, grouping.homes)
+        if key in self._planned or not (schedules := self._schedules(grouping)):
             return True
         self._planned.add(key)
-        first, *others = (self._wanted.schedule,) if self._wanted.schedule else SCHEDULES
+        first, *others = schedules
         arrangement = self._arranged(grouping, first)
         if arrangement is None:
             return True

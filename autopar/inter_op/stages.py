@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from autopar.cluster import Cluster, Mesh
 from autopar.cost_model.pipeline import StageCost, simulate_pipeline, stage_cost
 from autopar.cost_model.simulate import Simulation
-from autopar.errors import BudgetError
+from autopar.errors import BudgetError, PlanError
 from autopar.graph.build import build_graph_by
 from autopar.graph.fingerprint import structure
 from autopar.graph.ir import Graph
@@ -30,6 +30,7 @@ from autopar.intra_op.restrict import Restriction
 from autopar.intra_op.search import Ground, Task
 from autopar.plan import Schedule
 from autopar.schedule.cross_mesh import CrossMeshTransfer
+from autopar.schedule.orders import OrderFunction, schedule_name
 from autopar.schedule.pipeline import Pipeline, lower_stage
 from autopar.schedule.stage_program import Cut, Passing, StageProgram
 from autopar.wording import bytes_text
@@ -87,11 +88,22 @@ class PipelineTask:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """What a pipeline is made of: before which forward operators stages begin, the devices of each, and the schedule."""
+    """What a pipeline is made of: before which forward operators stages begin, the devices of each, and the schedule.
+
+    Stages on the same devices share a mesh.
+    """
 
     cuts: tuple[int, ...]
     devices: tuple[tuple[int, ...], ...]
-    schedule: Schedule
+    schedule: Schedule | OrderFunction
+
+    @property
+    def sharing(self) -> tuple[tuple[int, ...], ...]:
+        """The stages on each mesh, by number."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for stage, devices in enumerate(self.devices):
+            found.setdefault(devices, []).append(stage)
+        return tuple(map(tuple, found.values()))
 
 
 @dataclass(frozen=True)
@@ -127,12 +139,13 @@ class StagePlanner:
     def bound_seconds(self, arrangement: Arrangement) -> float:
         """Seconds of a step of which nothing but computing and the collectives of stages takes time, without a budget.
 
-        With S_s the seconds of all N microbatches and the update on stage s: max S + Σ of the others' S / N.
+        With S_s the seconds of all N microbatches and the update on stage s, or on v stages of one mesh:
+        max S + Σ of the others' S / (vN).
         """
-        made = self.cut(arrangement.cuts)
-        pairs = zip(made.stages, arrangement.devices, strict=True)
-        seconds = [self._stage(program, devices).cheapest(0.0).seconds for program, devices in pairs]
-        return max(seconds) + (sum(seconds) - max(seconds)) / self._task.loop.count
+        found = self._chosen(arrangement, self.cut(arrangement.cuts), [0.0] * len(arrangement.devices))
+        seconds = [sum(found[stage].seconds for stage in stages) for stages in arrangement.sharing]
+        chunks = max(map(len, arrangement.sharing))
+        return max(seconds) + (sum(seconds) - max(seconds)) / (chunks * self._task.loop.count)
 
     def plan(self, arrangement: Arrangement, give_up_seconds: float = float("inf")) -> PipelineFound:
         """The pipeline of an arrangement; raises :class:`~autopar.errors.BudgetError` where no stage plan keeps the budget.
@@ -187,14 +200,30 @@ class StagePlanner:
 
     def _at(self, arrangement: Arrangement, made: Cut, prices: Sequence[float]) -> PipelineFound:
         """The pipeline at a price of memory for every stage, in seconds per byte."""
-        found = [
-            self._stage(program, devices).cheapest(price)
-            for program, devices, price in zip(made.stages, arrangement.devices, prices, strict=True)
-        ]
-        return self._simulated(arrangement, made, found)
+        return self._simulated(arrangement, made, self._chosen(arrangement, made, prices))
+
+    def _chosen(self, arrangement: Arrangement, made: Cut, prices: Sequence[float]) -> list[PricedStage]:
+        """The best stage of every program at its price; stages that share a mesh agree on the one that is best for all."""
+        found: dict[int, PricedStage] = {}
+        for stages in arrangement.sharing:
+            answers = {
+                stage: self._stage(made.stages[stage], arrangement, stage).by_mesh(prices[stage]) for stage in stages
+            }
+            together = _on_common_meshes(answers)
+            if not together:
+                raise PlanError(
+                    f"stages {' and '.join(str(stage + 1) for stage in stages)} are to share the devices "
+                    f"{arrangement.devices[stages[0]]}, and what is demanded leaves them no common mesh; ask for fewer "
+                    "stages on a mesh, or leave the demand out"
+                )
+            best = min(together, key=_priced_seconds)
+            found.update(best)
+        return [found[stage] for stage in range(len(made.stages))]
 
     def _over(self, result: PipelineFound) -> list[bool]:
-        return [peak > self._task.budget_bytes for peak in result.simulation.peak_bytes]
+        """For each stage whether the devices of its mesh hold too much."""
+        peaks = result.simulation.peak_bytes
+        return [peaks[home] > self._task.budget_bytes for home in result.pipeline.homes]
 
     def cut(self, cuts: tuple[int, ...]) -> Cut:
         """The step cut before these forward operators."""
@@ -207,14 +236,16 @@ class StagePlanner:
             self._graphs[id(program)] = build_graph_by(self._rulebook, program.jaxpr), structure(program.jaxpr)
         return self._graphs[id(program)]
 
-    def _stage(self, program: StageProgram, devices: tuple[int, ...]) -> Prices:
-        task = self._task
+    def _stage(self, program: StageProgram, arrangement: Arrangement, stage: int) -> Prices:
+        task, devices = self._task, arrangement.devices[stage]
         graph, text = self._graph(program)
         cluster = subcluster(task.cluster, devices)
         asked = task.demands(program, graph, cluster)
         restrictions = {mesh: asked.restriction(mesh) for mesh in asked.meshes}
         said = tuple((mesh, restriction.key) for mesh, restriction in restrictions.items())
-        key = (text, program.state_pairs, cluster, said, asked.separate)
+        # Axes are called after what they cut; stages that share a mesh would call them differently.
+        may_rename = asked.may_rename_axes and arrangement.devices.count(devices) == 1
+        key = (text, program.state_pairs, cluster, said, asked.separate, may_rename)
         if key in self._prices:
             return self._prices[key]
         leaves = leaves_of(program, graph)
@@ -228,7 +259,7 @@ class StagePlanner:
                 meshes=asked.meshes,
                 budget_bytes=task.budget_bytes,
                 restriction=restrictions.__getitem__,
-                batch=batch if asked.may_rename_axes else (),
+                batch=batch if may_rename else (),
                 examples_dim=1,
                 solver_seconds=task.solver_seconds,
                 names={value: task.names[position] for value, position in leaves.items()},
@@ -241,18 +272,23 @@ class StagePlanner:
     def refined(self, found: PipelineFound) -> PipelineFound:
         """The pipeline with other meshes of single stages, where these make the whole step faster.
 
-        A stage's mesh is chosen for its own seconds; what crosses to its neighbours may be quicker on another.
+        A mesh is chosen for the seconds of its own stages; what crosses to others may be quicker on another.
         """
-        for stage, (program, devices) in enumerate(zip(found.cut.stages, found.arrangement.devices, strict=True)):
-            own = found.found[stage]
-            for other in self._stage(program, devices).others_of(own):
-                stages = [other if number == stage else one for number, one in enumerate(found.found)]
-                tried = self._simulated(found.arrangement, found.cut, stages)
+        arrangement, made = found.arrangement, found.cut
+        for stages in arrangement.sharing:
+            others = {
+                stage: self._stage(made.stages[stage], arrangement, stage).others_of(found.found[stage])
+                for stage in stages
+            }
+            for together in _on_common_meshes(others):
+                tried = self._simulated(
+                    arrangement, made, [together.get(number, one) for number, one in enumerate(found.found)]
+                )
                 if tried.step_seconds < found.step_seconds and not any(self._over(tried)):
                     found = tried
         return found
 
-    def under(self, found: PipelineFound, schedule: Schedule) -> PipelineFound | None:
+    def under(self, found: PipelineFound, schedule: Schedule | OrderFunction) -> PipelineFound | None:
         """The same stages under another schedule; None where that exceeds the budget."""
         other = self._simulated(replace(found.arrangement, schedule=schedule), found.cut, found.found)
         return None if any(self._over(other)) else other
@@ -281,20 +317,36 @@ class StagePlanner:
 
     def _over_budget(self, result: PipelineFound) -> BudgetError:
         peaks = result.simulation.peak_bytes
-        stage = max(range(len(peaks)), key=peaks.__getitem__)
-        lowering, cost = result.pipeline.stages[stage], result.costs[stage]
-        held = {
-            self._task.names[end.position]: cost.slot_bytes[lowering.names[place]]
-            for end, place in zip(lowering.program.inputs, lowering.slices.inputs, strict=True)
-            if end.position >= 0
-        }
+        mesh = max(range(len(peaks)), key=peaks.__getitem__)
+        stages = [stage for stage, home in enumerate(result.pipeline.homes) if home == mesh]
+        held = {}
+        for lowering, cost in ((result.pipeline.stages[stage], result.costs[stage]) for stage in stages):
+            for end, place in zip(lowering.program.inputs, lowering.slices.inputs, strict=True):
+                if end.position >= 0:
+                    held[self._task.names[end.position]] = cost.slot_bytes[lowering.names[place]]
+        which = f"stage {stages[0] + 1} of {len(result.found)} needs"
+        if len(stages) > 1:
+            numbers = ", ".join(str(stage + 1) for stage in stages)
+            which = f"stages {numbers} of {len(result.found)}, which share devices, need"
+        state_bytes = sum(result.costs[stage].state_bytes for stage in stages)
         tenants = "; ".join(f"{name}: {bytes_text(held[name])}" for name in sorted(held, key=held.__getitem__)[:-4:-1])
         return BudgetError(
-            f"no plan keeps {bytes_text(self._task.budget_bytes)} per device: stage {stage + 1} of {len(result.found)} needs "
-            f"{bytes_text(int(peaks[stage]))} under schedule {result.arrangement.schedule.value!r}, of which "
-            f"{bytes_text(cost.state_bytes)} are state and batch. The largest leaves there are {tenants}. Use more stages "
+            f"no plan keeps {bytes_text(self._task.budget_bytes)} per device: {which} "
+            f"{bytes_text(int(peaks[mesh]))} under schedule {schedule_name(result.arrangement.schedule)!r}, of which "
+            f"{bytes_text(state_bytes)} are state and batch. The largest leaves there are {tenants}. Use more stages "
             "or devices, more microbatches, another schedule, or raise memory_per_device=."
         )
+
+
+def _on_common_meshes(answers: Mapping[int, Sequence[PricedStage]]) -> list[dict[int, PricedStage]]:
+    """The answers of all stages on each mesh for which every stage has one."""
+    by_mesh = [{one.stage.mesh: one for one in own} for own in answers.values()]
+    common = [mesh for mesh in by_mesh[0] if all(mesh in own for own in by_mesh)]
+    return [{stage: own[mesh] for stage, own in zip(answers, by_mesh, strict=True)} for mesh in common]
+
+
+def _priced_seconds(together: Mapping[int, PricedStage]) -> float:
+    return sum(stage.priced_seconds for stage in together.values())
 
 
 def leaves_of(program: StageProgram, graph: Graph) -> dict[int, int]:

@@ -37,10 +37,14 @@ from autopar.plan import Layout, SolverReport, Stage, Strategy
 
 @dataclass(frozen=True)
 class PricedStage:
-    """The stage at one price: its seconds by the integer program, and how these are made up."""
+    """The stage at one price: its seconds by the integer program, and how these are made up.
+
+    ``priced_seconds`` add what its memory costs at the price.
+    """
 
     stage: Stage
     seconds: float
+    priced_seconds: float
     problem: Problem
     quotient: Quotient
     choices: Choices
@@ -119,6 +123,7 @@ class Prices:
         return PricedStage(
             stage_of(graph, one.problem, one.quotient, choices, options),
             one.model.cost(solution.options),
+            solution.cost,
             one.problem,
             one.quotient,
             choices,

@@ -23,10 +23,10 @@ from autopar.graph.build import avals_of
 from autopar.plan import Layout
 from autopar.runtime.cross_mesh import placed_mesh
 from autopar.runtime.interpreter import Interpreter, Key, finisher
-from autopar.runtime.stage_executable import StageExecutable, stored_sharding
+from autopar.runtime.stage_executable import StageExecutable, jitted_move, jitted_part, moves_of, stored_sharding
 from autopar.runtime.transport import InProcessTransport
 from autopar.schedule.cross_mesh import CrossMeshTransfer, Placement
-from autopar.schedule.instructions import Instruction, Slot
+from autopar.schedule.instructions import Instruction, Part, Slot
 from autopar.schedule.pipeline import Pipeline
 
 
@@ -69,10 +69,12 @@ class PipelineExecutor:
             placed_mesh(Placement(Layout(()), one.stage.mesh, one.stage.devices), devices) for one in pipeline.stages
         ]
         self.executables = self._compile(report_progress)
-        self._transport = InProcessTransport(transfers, devices)
+        sent = {one.number: transfers[one.number] for one in pipeline.crossings if not pipeline.stays(one)}
+        self.executables.update(self._moves(transfers))
+        self._transport = InProcessTransport(sent, devices)
         finish = {
             number: finisher(transfer, self._meshes[pipeline.crossings[number].target])
-            for number, transfer in transfers.items()
+            for number, transfer in sent.items()
             if transfer.moves
         }
         self._interpreter = Interpreter(self.executables, self._transport, finish)
@@ -88,7 +90,17 @@ class PipelineExecutor:
             avals = avals_of(lowering.graph)
             for one in lowering.slices.executables:
                 report_progress(f"compiling stage {stage + 1} of {len(self._pipeline.stages)}: {one.part.value}")
-                found[stage, one.part, one.segment] = StageExecutable(one, self._meshes[stage], count, avals)
+                part = jitted_part(one, self._meshes[stage], count, avals)
+                found[stage, one.part, one.segment] = StageExecutable(part, self._meshes[stage])
+        return found
+
+    def _moves(self, transfers: Mapping[int, CrossMeshTransfer]) -> dict[Key, StageExecutable]:
+        """What hands values on between stages on one mesh."""
+        found: dict[Key, StageExecutable] = {}
+        for crossing, aval in moves_of(self._pipeline):
+            mesh = self._meshes[crossing.source]
+            part = jitted_move(transfers[crossing.number], mesh, aval)
+            found[crossing.source, Part.MOVE, crossing.number] = StageExecutable(part, mesh)
         return found
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
@@ -134,7 +146,7 @@ class PipelineExecutor:
         for stage, lowering in enumerate(self._pipeline.stages):
             names, slices, avals = lowering.names, lowering.slices, avals_of(lowering.graph)
             donated = {one.arguments[position].place for one in slices.executables for position in one.donated}
-            mesh = self._pipeline.order.mesh_of(stage)
+            mesh = self._pipeline.homes[stage]
             for end, place in zip(lowering.program.inputs, slices.inputs, strict=True):
                 slot = Slot(stage, names[place])
                 if end.crossing is None and slot in given:
@@ -145,7 +157,7 @@ class PipelineExecutor:
     def _row_entries(self) -> Iterator[_Entry]:
         """Rows of batch leaves, one entry for all microbatches."""
         for stage, lowering in enumerate(self._pipeline.stages):
-            avals, mesh = avals_of(lowering.graph), self._pipeline.order.mesh_of(stage)
+            avals, mesh = avals_of(lowering.graph), self._pipeline.homes[stage]
             for source, place in lowering.slices.rows:
                 if source is not None:
                     sharding = stored_sharding(place.buffer.layout, self._meshes[stage])
@@ -160,7 +172,7 @@ class PipelineExecutor:
                     sharding = stored_sharding(place.buffer.layout, self._meshes[stage])
                     for number in range(self._pipeline.order.num_microbatches):
                         array = jax.device_put(np.int32(number), sharding)
-                        yield self._pipeline.order.mesh_of(stage), Slot(stage, lowering.names[place], number), array
+                        yield self._pipeline.homes[stage], Slot(stage, lowering.names[place], number), array
 
     def _given(self, leaves: Sequence[Any]) -> list[dict[Slot, jax.Array]]:
         """The arrays in the slots that are given, for each mesh.
@@ -185,7 +197,7 @@ class PipelineExecutor:
     def _results(self, left: Sequence[dict[Slot, jax.Array]]) -> list[Any]:
         found: dict[int, Any] = {}
         for stage, lowering in enumerate(self._pipeline.stages):
-            mesh = self._pipeline.order.mesh_of(stage)
+            mesh = self._pipeline.homes[stage]
             atoms = _compat.jaxpr_of(lowering.graph.jaxpr).outvars
             ends = zip(lowering.program.outputs, lowering.slices.outputs, atoms, strict=True)
             for end, place, atom in ends:

@@ -32,7 +32,7 @@ from autopar.graph.tracing import TracedProgram
 from autopar.plan import Layout
 from autopar.runtime.executor import jitted_step
 from autopar.runtime.interpreter import Key
-from autopar.runtime.stage_executable import jitted_part, stored_sharding
+from autopar.runtime.stage_executable import jitted_move, jitted_part, moves_of, stored_sharding
 from autopar.schedule.cross_mesh import CrossMeshTransfer
 from autopar.schedule.host_calls import HOST_CALLS
 from autopar.schedule.instructions import Instruction, Part, Run, Send, Slot, Task
@@ -209,10 +209,12 @@ def ship_pipeline(
     for lowering in pipeline.stages:
         refuse_host_calls(lowering.graph)
     places = list(_outputs(pipeline))
-    homes = {stage: pipeline.order.mesh_of(stage) for stage in range(len(pipeline.stages))}
+    homes = dict(enumerate(pipeline.homes))
     donated = _sent_and_donated(pipeline)
-    wires = [Wire(one.number, transfers[one.number], one.dtype, one.number in donated) for one in pipeline.crossings]
-    ends = [(homes[one.source], homes[one.target]) for one in pipeline.crossings]
+    sent = [one for one in pipeline.crossings if not pipeline.stays(one)]
+    wires = [Wire(one.number, transfers[one.number], one.dtype, one.number in donated) for one in sent]
+    ends = [(homes[one.source], homes[one.target]) for one in sent]
+    moves = list(_moves(pipeline, transfers, platform))
     meshes = []
     for number, instructions in enumerate(pipeline.lists.lists):
         stages = [stage for stage, home in homes.items() if home == number]
@@ -220,6 +222,7 @@ def ship_pipeline(
         for stage in stages:
             report_progress(f"exporting stage {stage + 1} of {len(pipeline.stages)}")
             programs += _programs(pipeline, stage, platform)
+            programs += [one for one in moves if one.key[0] == stage]
         meshes.append(
             MeshShipment(
                 mesh=number,
@@ -268,6 +271,17 @@ def _programs(pipeline: Pipeline, stage: int, platform: Platform) -> Iterator[Pr
         yield Program((stage, one.part, one.segment), exported, part.in_layouts, part.out_layouts, part.donated)
 
 
+def _moves(pipeline: Pipeline, transfers: Mapping[int, CrossMeshTransfer], platform: Platform) -> Iterator[Program]:
+    """What hands values on between stages on one mesh."""
+    for crossing, aval in moves_of(pipeline):
+        abstract = abstract_mesh(pipeline.stages[crossing.source].stage.mesh)
+        part = jitted_move(transfers[crossing.number], abstract, aval)
+        key = crossing.source, Part.MOVE, crossing.number
+        yield Program(
+            key, _exported(part.function, part.arguments, abstract, platform), part.in_layouts, part.out_layouts, ()
+        )
+
+
 def _entries(pipeline: Pipeline, stage: int) -> Iterator[Entry]:
     """What the caller gives to a stage, slot by slot; rows of batch leaves microbatch by microbatch."""
     lowering = pipeline.stages[stage]
@@ -297,7 +311,7 @@ def _outputs(pipeline: Pipeline) -> Iterator[tuple[Output, Slot | None]]:
     """The outputs of the step in their order, each with the slot that holds it at the end."""
     found: dict[int, tuple[Output, Slot | None]] = {}
     for stage, lowering in enumerate(pipeline.stages):
-        mesh = pipeline.order.mesh_of(stage)
+        mesh = pipeline.homes[stage]
         atoms = _compat.jaxpr_of(lowering.graph.jaxpr).outvars
         for end, place, atom in zip(lowering.program.outputs, lowering.slices.outputs, atoms, strict=True):
             if end.crossing is not None:

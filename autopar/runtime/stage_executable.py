@@ -11,7 +11,7 @@ which is an ordinary sharding; no sum is taken on the way.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,11 +21,16 @@ from jax import numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.cluster import Mesh
+from autopar.graph.build import avals_of
 from autopar.plan import Layout
+from autopar.runtime.collectives import apply_moves
 from autopar.runtime.executor import partition_spec
 from autopar.runtime.interpret import run_steps
+from autopar.schedule.cross_mesh import CrossMeshTransfer
+from autopar.schedule.pipeline import Pipeline
 from autopar.schedule.slices import Executable, Result
 from autopar.schedule.spmd import Buffer
+from autopar.schedule.stage_program import Crossing
 
 
 def stored_sharding(layout: Layout, mesh: Any) -> NamedSharding:
@@ -88,6 +93,33 @@ def jitted_part(executable: Executable, mesh: Any, count: int, avals: Mapping[in
     return JittedPart(jitted, tuple(arguments), layouts, out_layouts, donated)
 
 
+def jitted_move(transfer: CrossMeshTransfer, mesh: Any, aval: Any) -> JittedPart:
+    """The function that hands an array on to another stage on its mesh: a new array, in the layout that is wanted there."""
+    layouts = (transfer.source.layout, transfer.target.layout)
+    specs = tuple(map(stored_spec, layouts))
+
+    def local(piece: Any) -> tuple[Any, ...]:
+        return (apply_moves(piece, transfer.moves, transfer.target.mesh),)
+
+    shardings = tuple(stored_sharding(layout, mesh) for layout in layouts)
+    jitted = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=specs[0], out_specs=(specs[1],), check_vma=False),
+        in_shardings=shardings[0],
+        out_shardings=(shardings[1],),
+        keep_unused=True,
+    )
+    argument = jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=shardings[0])
+    return JittedPart(jitted, (argument,), layouts[:1], layouts[1:], ())
+
+
+def moves_of(pipeline: Pipeline) -> Iterator[tuple[Crossing, Any]]:
+    """The values that pass between stages on one mesh, each with its abstract array (of one microbatch, if it is of one)."""
+    for crossing in pipeline.crossings:
+        if pipeline.stays(crossing):
+            source = pipeline.stages[crossing.source]
+            yield crossing, avals_of(source.graph)[source.output_place(crossing).buffer.value]
+
+
 class PartExecutable:
     """Owns one compiled part of a stage, wherever it was traced; calls are asynchronous, as every JAX call."""
 
@@ -111,9 +143,8 @@ class PartExecutable:
 class StageExecutable(PartExecutable):
     """A part that is traced and compiled for the devices of this process."""
 
-    def __init__(self, executable: Executable, mesh: jax.sharding.Mesh, count: int, avals: Mapping[int, Any]) -> None:
-        """``avals`` are the abstract arrays of the stage's values, ``count`` is the number of microbatches."""
-        part = jitted_part(executable, mesh, count, avals)
+    def __init__(self, part: JittedPart, mesh: jax.sharding.Mesh) -> None:
+        """``mesh`` is the one for which the part was jitted."""
         self.arguments = part.arguments
         self.donated = part.donated
         started = time.monotonic()

@@ -188,6 +188,13 @@ def cross_mesh_transfer(
     return CrossMeshTransfer(shape, itemsize_bytes, source, target, landed.layout, tiles)
 
 
+def move_on_mesh(
+    shape: tuple[int, ...], itemsize_bytes: int, source: Placement, target: Placement
+) -> CrossMeshTransfer:
+    """The way from layout to layout on one mesh: nothing is sent, collectives of the mesh do it all."""
+    return CrossMeshTransfer(shape, itemsize_bytes, source, target, source.layout, ())
+
+
 def _check(name: str, shape: tuple[int, ...], placement: Placement, cluster: Cluster) -> None:
     layout = placement.layout
     if layout.partial:

@@ -30,13 +30,15 @@ class Part(Enum):
     """The parts of a stage's program.
 
     ``BEFORE`` runs once, before the microbatches; ``FORWARD`` and ``BACKWARD`` for each microbatch; ``AFTER`` once, in
-    segments, each of which may wait for values from the segment before it on other stages.
+    segments, each of which may wait for values from the segment before it on other stages.  ``MOVE`` is no part of the
+    program: it hands a value on to another stage on the same mesh, in the layout that is wanted there.
     """
 
     BEFORE = "before"
     FORWARD = "forward"
     BACKWARD = "backward"
     AFTER = "after"
+    MOVE = "move"
 
     @property
     def per_microbatch(self) -> bool:
@@ -46,15 +48,28 @@ class Part(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One call of one executable: a part of a stage (a segment of it), for a microbatch or once."""
+    """One call of one executable: a part of a stage (a segment of it), for a microbatch or once.
+
+    Of a ``MOVE`` the stage is that of the value, and the segment is the number of the transfer.
+    """
 
     part: Part
     stage: int
     microbatch: int = ONCE
     segment: int = 0
 
+    @classmethod
+    def forward(cls, stage: int, microbatch: int) -> Task:
+        """The forward pass of a microbatch through a stage, both counted from 0."""
+        return cls(Part.FORWARD, stage, microbatch)
+
+    @classmethod
+    def backward(cls, stage: int, microbatch: int) -> Task:
+        """The backward pass of a microbatch through a stage, both counted from 0."""
+        return cls(Part.BACKWARD, stage, microbatch)
+
     def __str__(self) -> str:
-        segment = f" {self.segment}" if self.segment or self.part is Part.AFTER else ""
+        segment = f" {self.segment}" if self.segment or self.part in (Part.AFTER, Part.MOVE) else ""
         return f"{self.part.value}{segment} of stage {self.stage}{_of_microbatch(self.microbatch)}"
 
 

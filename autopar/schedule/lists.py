@@ -6,6 +6,7 @@ All lists are cut out of one sequence of events for all meshes, so no transport 
 2. The sequence: each task at its start; each message once, when its producer ends, before the tasks that start then.
 3. A mesh's list is the part of the sequence that concerns it: its tasks as ``Run``, its side of each message as ``Send`` or
    ``Receive``.  So a ``Send`` stands before the next ``Run``, and a ``Receive`` where the message can come at the earliest.
+   Between stages on one mesh nothing is sent: a ``Run`` of a ``MOVE`` stands in the place of both.
 4. ``Free`` follows the last use of what is neither donated nor kept.
 
 Why no list waits for ever, even if each ``Send`` meets its ``Receive``: of what is not yet done, take what stands first in
@@ -121,7 +122,7 @@ def build_lists(order: Order, stages: Sequence[StageInterface], passages: Sequen
     """
     if len(stages) != order.num_stages:
         raise InternalError(f"{len(stages)} interfaces for {order.num_stages} stages")
-    home = {stage: order.mesh_of(stage) for stage in range(order.num_stages)}
+    home = order.homes
     names = _Names(stages, order.num_microbatches)
     meshes = _all_tasks(order, stages)
     runs = {task: names.run(task) for tasks in meshes for task in tasks}
@@ -130,9 +131,13 @@ def build_lists(order: Order, stages: Sequence[StageInterface], passages: Sequen
     for event in _sequence(meshes, runs, messages):
         if isinstance(event, Task):
             lists[home[event.stage]].append(runs[event])
+            continue
+        source, target = home[event.source.stage], home[event.target.stage]
+        if source == target:
+            lists[source].append(_move(event))
         else:
-            lists[home[event.source.stage]].append(Send(event.transfer, event.microbatch, event.source))
-            lists[home[event.target.stage]].append(Receive(event.transfer, event.microbatch, event.target))
+            lists[source].append(Send(event.transfer, event.microbatch, event.source))
+            lists[target].append(Receive(event.transfer, event.microbatch, event.target))
     given = frozenset(
         slot for stage, interface in enumerate(stages) for slot in names.all(stage, interface.given, first=True)
     )
@@ -141,6 +146,11 @@ def build_lists(order: Order, stages: Sequence[StageInterface], passages: Sequen
     starts = [sorted((s for s in given if home[s.stage] == mesh), key=_position) for mesh in range(len(lists))]
     freed = tuple(tuple(_with_frees(rows, start, left)) for rows, start in zip(lists, starts, strict=True))
     return StepLists(freed, given, kept)
+
+
+def _move(message: _Message) -> Run:
+    task = Task(Part.MOVE, message.source.stage, message.microbatch, message.transfer)
+    return Run(task, (message.source,), (message.target,))
 
 
 def _position(slot: Slot) -> tuple[int, int, int]:

@@ -1,23 +1,30 @@
 """In which order does each mesh run the forwards and backwards of the microbatches?
 
-Let S stages lie on S meshes and let N microbatches pass through them.  Task F(s, m) needs F(s-1, m); task B(s, m) needs
+Let S stages lie on P meshes and let N microbatches pass through them.  Task F(s, m) needs F(s-1, m); task B(s, m) needs
 F(s, m) and B(s+1, m).  An *order* says, for each mesh, one after the other, which tasks it runs.  Microbatch m is *in flight*
 on stage s from F(s, m) to B(s, m): that long its residuals are in memory.
 
-    schedule      first, stage s runs              then                in flight on stage s    source
-    single        nothing (S = 1)                  F, B in turn        1
-    gpipe         all N forwards                   all N backwards     N                       Huang et al., 2019
-    1f1b          min(N, S-s-1) forwards           F, B in turn        min(N, S-s)             Narayanan et al., 2021
-    eager_1f1b    min(N, 2(S-s-1)) forwards        F, B in turn        min(N, 2(S-s)-1)        Zhuang et al., 2022
+    schedule          first, mesh r runs                    then              in flight on mesh r       source
+    single            nothing (S = 1)                       F, B in turn      1
+    gpipe             all N forwards                        all N backwards   N                         Huang et al., 2019
+    1f1b              min(N, P-r-1) forwards                F, B in turn      min(N, P-r)               Narayanan et al., 2021
+    eager_1f1b        min(N, 2(P-r-1)) forwards             F, B in turn      min(N, 2(P-r)-1)          Zhuang et al., 2022
+    interleaved_1f1b  min(Nv, 2(P-r-1) + (v-1)P) forwards   F, B in turn      min(Nv, that and one)     Narayanan et al., 2021
 
 (1F1B is PipeDream-flush; of each the last backwards follow when no forward is left.)  Eager 1F1B holds up to twice the
 residuals, and each message between neighbours may take as long as a task before it delays anything.
 
-With equal stages (f seconds forward, b backward) and messages that cost nothing each of them takes (N+S-1)(f+b), of which
-each mesh works N(f+b): the *bubble*, what it idles, is the fraction (S-1)/(N+S-1).
+All but the last put a stage on each mesh, S = P.  Interleaved 1F1B (section 2.2 there) deals S = vP stages round: stage s lies
+on mesh s mod P, which runs v stages, its *chunks*.  Microbatches go in groups of P: a group's forwards run on chunk 0, then
+on chunk 1, …, its backwards on chunk v-1 first.  A mesh waits for chunks, which are 1/v of what it would else wait for;
+the price is v times the messages, and more residuals.
 
-Microbatches go backward in the order 0, 1, …, so gradients are added in the order of the step that was not cut.  An
-order made by anybody else is as good if :func:`check_order` lets it pass.
+With equal stages (f seconds forward, b backward on all of a mesh's stages) and messages that cost nothing a schedule takes
+(N + (P-1)/v)(f+b), of which each mesh works N(f+b), if P divides N or v = 1: the *bubble*, what it idles, is the fraction
+(P-1)/(vN+P-1).
+
+Microbatches go backward through a stage in the order 0, 1, …, so gradients are added in the order of the step that was not
+cut.  An order made by anybody else is as good if :func:`check_order` lets it pass.
 """
 
 from __future__ import annotations
@@ -25,15 +32,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from autopar.errors import ScheduleError
-from autopar.plan import Schedule
+from autopar.plan import OrderEntry, Pass, Schedule
 from autopar.schedule.instructions import Part, Task, deadlock
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The tasks of each mesh, in its order; together the forwards and backwards of all stages and microbatches."""
+    """The tasks of each mesh, in its order; together the forwards and backwards of all stages and microbatches.
+
+    Stages and microbatches count from 0.  A mesh may run several stages, a stage is on one mesh.
+    """
 
     num_stages: int
     num_microbatches: int
@@ -46,16 +57,15 @@ class Order:
                 return mesh
         raise ScheduleError(f"no mesh runs stage {stage} of {self.num_stages}; add its tasks to one")
 
+    @property
+    def homes(self) -> tuple[int, ...]:
+        """The mesh of every stage."""
+        found = {task.stage: mesh for mesh, tasks in enumerate(self.meshes) for task in tasks}
+        return tuple(found[stage] for stage in range(self.num_stages))
+
 
 OrderFunction = Callable[[int, int], Order]
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduleRule:
-    """One schedule: the order for (stages, microbatches), and how many microbatches it promises in flight on a stage."""
-
-    order: OrderFunction
-    in_flight: Callable[[int, int, int], int]
+"""A schedule: the order for so many stages and microbatches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +76,75 @@ class Times:
     end_seconds: float
 
 
-def make_order(schedule: Schedule | OrderFunction, num_stages: int, num_microbatches: int) -> Order:
+def make_order(
+    schedule: Schedule | OrderFunction, num_stages: int, num_microbatches: int, num_meshes: int | None = None
+) -> Order:
     """The checked order of a known schedule, or of a pure function of (stages, microbatches).
 
-    Raises ``ScheduleError`` for counts below 1, several stages under ``Schedule.SINGLE``, or what :func:`check_order` finds.
+    ``num_meshes`` (None: one for each stage) must be a divisor of the stages for the interleaved schedule, less than the
+    stages, and the number of stages for all other known ones; a function decides for itself.
+
+    Raises ``ScheduleError`` for counts that are none, or what :func:`check_order` finds.
     """
     if num_stages < 1 or num_microbatches < 1:
         raise ScheduleError(f"{num_stages} stages and {num_microbatches} microbatches; give 1 or more of each")
+    if not isinstance(schedule, Schedule):
+        return _order_of_function(schedule, num_stages, num_microbatches)
+    meshes = num_stages if num_meshes is None else num_meshes
     if schedule is Schedule.SINGLE and num_stages > 1:
         raise ScheduleError(f"schedule {schedule.value!r} is for one stage, not {num_stages}; choose another one")
-    function = RULES[schedule].order if isinstance(schedule, Schedule) else schedule
-    order = function(num_stages, num_microbatches)
-    if (order.num_stages, order.num_microbatches) != (num_stages, num_microbatches):
+    if schedule is Schedule.INTERLEAVED_ONE_F_ONE_B and (num_stages % meshes or num_stages == meshes):
         raise ScheduleError(
-            f"asked for {num_stages} stages and {num_microbatches} microbatches, the schedule gave an order of "
-            f"{order.num_stages} and {order.num_microbatches}; return one for the counts that it is given"
+            f"schedule {schedule.value!r} deals two stages or more to each mesh, and {num_stages} stages on {meshes} "
+            "meshes are not that; give a multiple"
         )
+    if schedule is not Schedule.INTERLEAVED_ONE_F_ONE_B and num_stages != meshes:
+        raise ScheduleError(
+            f"schedule {schedule.value!r} has a mesh for each stage, not {meshes} for {num_stages}; the schedule of "
+            f"several stages on a mesh is {Schedule.INTERLEAVED_ONE_F_ONE_B.value!r}, or one of your own"
+        )
+    order = RULES[schedule](num_stages, num_microbatches, meshes)
+    check_order(order)
+    return order
+
+
+def _order_of_function(function: OrderFunction, num_stages: int, num_microbatches: int) -> Order:
+    """What a user's function returns, if it is an order for these counts that can be carried out."""
+    name = schedule_name(function)
+    said: Any = function(num_stages, num_microbatches)
+    if not isinstance(said, Order):
+        raise ScheduleError(
+            f"{name}({num_stages}, {num_microbatches}) returned an object of type {type(said).__name__}; return an "
+            "autopar.Order of the tasks of each mesh"
+        )
+    if (said.num_stages, said.num_microbatches) != (num_stages, num_microbatches):
+        raise ScheduleError(
+            f"asked for {num_stages} stages and {num_microbatches} microbatches, {name} gave an order of "
+            f"{said.num_stages} and {said.num_microbatches}; return one for the counts that it is given"
+        )
+    order = Order(num_stages, num_microbatches, tuple(map(tuple, said.meshes)))
+    check_order(order)
+    return order
+
+
+def schedule_name(schedule: Schedule | OrderFunction) -> str:
+    """The name of a known schedule, or of the function that makes it."""
+    if isinstance(schedule, Schedule):
+        return schedule.value
+    return getattr(schedule, "__name__", type(schedule).__name__)
+
+
+def as_entries(order: Order) -> tuple[tuple[OrderEntry, ...], ...]:
+    """An order as a plan holds it."""
+    return tuple(
+        tuple((Pass(task.part.value), task.stage, task.microbatch) for task in tasks) for tasks in order.meshes
+    )
+
+
+def from_entries(entries: Sequence[Sequence[OrderEntry]], num_stages: int, num_microbatches: int) -> Order:
+    """The checked order that a plan holds; raises ``ScheduleError`` as :func:`check_order`."""
+    meshes = tuple(tuple(Task(Part(one.value), stage, number) for one, stage, number in row) for row in entries)
+    order = Order(num_stages, num_microbatches, meshes)
     check_order(order)
     return order
 
@@ -89,14 +152,21 @@ def make_order(schedule: Schedule | OrderFunction, num_stages: int, num_microbat
 def check_order(order: Order) -> None:
     """Check that an order can be carried out, however long its tasks take and messages travel.
 
-    Every forward and backward is there once, a stage is on one mesh, and no mesh waits for ever.
+    Every forward and backward is there once, a stage is on one mesh, each mesh has a task, and no mesh waits for ever.
 
     Raises ``ScheduleError`` naming the task or the meshes, and what to do.
     """
     seen: set[Task] = set()
     home: dict[int, int] = {}
     for mesh, tasks in enumerate(order.meshes):
+        if not tasks:
+            raise ScheduleError(f"mesh {mesh} of {len(order.meshes)} has nothing to do; leave it out")
         for task in tasks:
+            if not isinstance(task, Task):
+                raise ScheduleError(
+                    f"mesh {mesh} of the order has {task!r}, which is no task; write autopar.Task.forward(stage, "
+                    "microbatch) or autopar.Task.backward(stage, microbatch)"
+                )
             if task in seen:
                 raise ScheduleError(f"{task} is in the order twice; name each task once")
             seen.add(task)
@@ -180,51 +250,87 @@ def in_flight(order: Order, stage: int) -> int:
     return most
 
 
-def promised_in_flight(schedule: Schedule, num_stages: int, num_microbatches: int, stage: int) -> int:
-    """What :func:`in_flight` gives for the order of a known schedule, by its formula."""
-    return RULES[schedule].in_flight(num_stages, num_microbatches, stage)
+def bubble_fraction(order: Order) -> float:
+    """The fraction of a step that its meshes idle in the mean, if stages were equal and messages cost nothing.
 
+    Backward passes take twice as long as forward passes here; of the known schedules the fraction does not depend on that.
+    """
 
-def bubble_fraction(num_stages: int, num_microbatches: int) -> float:
-    """The fraction of a step that a mesh idles, for equal stages and messages that cost nothing, in every known schedule."""
-    return (num_stages - 1) / (num_microbatches + num_stages - 1)
+    def seconds(task: Task) -> float:
+        return 1.0 if task.part is Part.FORWARD else 2.0
+
+    times = nominal_times(order.meshes, lambda task: chain_needs(task, order.num_stages), seconds)
+    total = len(order.meshes) * max(time.end_seconds for time in times.values())
+    return (total - sum(time.end_seconds - time.start_seconds for time in times.values())) / total
 
 
 def _from_warm_up(num_stages: int, num_microbatches: int, warm_up: Callable[[int], int]) -> Order:
     """One stage per mesh: so many forwards, then forward and backward in turn, then the backwards that are left."""
     meshes = []
     for stage in range(num_stages):
-        first = min(num_microbatches, warm_up(stage))
-        tasks = [Task(Part.FORWARD, stage, microbatch) for microbatch in range(first)]
-        for microbatch in range(num_microbatches):
-            if first + microbatch < num_microbatches:
-                tasks.append(Task(Part.FORWARD, stage, first + microbatch))
-            tasks.append(Task(Part.BACKWARD, stage, microbatch))
-        meshes.append(tuple(tasks))
+        forwards = [Task.forward(stage, microbatch) for microbatch in range(num_microbatches)]
+        backwards = [Task.backward(stage, microbatch) for microbatch in range(num_microbatches)]
+        meshes.append(_in_turn(forwards, backwards, warm_up(stage)))
     return Order(num_stages, num_microbatches, tuple(meshes))
 
 
-def _gpipe(num_stages: int, num_microbatches: int) -> Order:
+def forwards_first(homes: Sequence[int], num_stages: int, num_microbatches: int) -> Order:
+    """All forwards, stage by stage, then all backwards, wherever stages lie; ``homes`` are their meshes."""
+    numbers = range(num_microbatches)
+    meshes = []
+    for mesh in range(max(homes) + 1):
+        own = [stage for stage, home in enumerate(homes) if home == mesh]
+        forwards = [Task.forward(stage, number) for stage in own for number in numbers]
+        backwards = [Task.backward(stage, number) for stage in reversed(own) for number in numbers]
+        meshes.append((*forwards, *backwards))
+    return Order(num_stages, num_microbatches, tuple(meshes))
+
+
+def _in_turn(forwards: Sequence[Task], backwards: Sequence[Task], warm_up: int) -> tuple[Task, ...]:
+    """So many forwards, then forward and backward in turn, then the backwards that are left."""
+    first = min(len(forwards), warm_up)
+    tasks = list(forwards[:first])
+    for number, backward in enumerate(backwards):
+        tasks += [*forwards[first + number : first + number + 1], backward]
+    return tuple(tasks)
+
+
+def _gpipe(num_stages: int, num_microbatches: int, num_meshes: int) -> Order:
     return _from_warm_up(num_stages, num_microbatches, lambda stage: num_microbatches)
 
 
-def _one_f_one_b(num_stages: int, num_microbatches: int) -> Order:
+def _one_f_one_b(num_stages: int, num_microbatches: int, num_meshes: int) -> Order:
     return _from_warm_up(num_stages, num_microbatches, lambda stage: num_stages - stage - 1)
 
 
-def _eager_one_f_one_b(num_stages: int, num_microbatches: int) -> Order:
+def _eager_one_f_one_b(num_stages: int, num_microbatches: int, num_meshes: int) -> Order:
     return _from_warm_up(num_stages, num_microbatches, lambda stage: 2 * (num_stages - stage - 1))
 
 
-RULES: Mapping[Schedule, ScheduleRule] = MappingProxyType(
+def _interleaved(num_stages: int, num_microbatches: int, num_meshes: int) -> Order:
+    """Narayanan et al., 2021, section 2.2; the last group may be short: its missing microbatches are left out of the order."""
+    chunks, groups = num_stages // num_meshes, -(-num_microbatches // num_meshes)
+
+    def in_groups(make: Callable[[int, int], Task], stages: Sequence[int]) -> list[Task]:
+        members = range(num_meshes)
+        return [make(stage, group * num_meshes + k) for group in range(groups) for stage in stages for k in members]
+
+    meshes = []
+    for mesh in range(num_meshes):
+        stages = range(mesh, num_stages, num_meshes)
+        warm_up = 2 * (num_meshes - mesh - 1) + (chunks - 1) * num_meshes
+        tasks = _in_turn(in_groups(Task.forward, stages), in_groups(Task.backward, stages[::-1]), warm_up)
+        meshes.append(tuple(task for task in tasks if task.microbatch < num_microbatches))
+    return Order(num_stages, num_microbatches, tuple(meshes))
+
+
+RULES: Mapping[Schedule, Callable[[int, int, int], Order]] = MappingProxyType(
     {
-        Schedule.SINGLE: ScheduleRule(_one_f_one_b, lambda stages, microbatches, stage: 1),
-        Schedule.GPIPE: ScheduleRule(_gpipe, lambda stages, microbatches, stage: microbatches),
-        Schedule.ONE_F_ONE_B: ScheduleRule(
-            _one_f_one_b, lambda stages, microbatches, stage: min(microbatches, stages - stage)
-        ),
-        Schedule.EAGER_ONE_F_ONE_B: ScheduleRule(
-            _eager_one_f_one_b, lambda stages, microbatches, stage: min(microbatches, 2 * (stages - stage) - 1)
-        ),
+        Schedule.SINGLE: _one_f_one_b,
+        Schedule.GPIPE: _gpipe,
+        Schedule.ONE_F_ONE_B: _one_f_one_b,
+        Schedule.EAGER_ONE_F_ONE_B: _eager_one_f_one_b,
+        Schedule.INTERLEAVED_ONE_F_ONE_B: _interleaved,
     }
 )
+"""The orders of the known schedules, for (stages, microbatches, meshes)."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from autopar.errors import PlanError
 from autopar.graph.ir import Graph
 from autopar.plan import Stage
 from autopar.schedule.instructions import Slot, verify_lists, verify_meetings
@@ -113,6 +114,15 @@ class Pipeline:
         """The slot of a place that is there once."""
         return Slot(stage, self.stages[stage].names[place])
 
+    @cached_property
+    def homes(self) -> tuple[int, ...]:
+        """The mesh of every stage."""
+        return self.order.homes
+
+    def stays(self, crossing: Crossing) -> bool:
+        """Whether a value passes between stages on one mesh: then it is moved, not sent."""
+        return self.homes[crossing.source] == self.homes[crossing.target]
+
 
 def lower_stage(program: StageProgram, graph: Graph, stage: Stage, *, donates_state: bool = True) -> StageLowering:
     """The executables of a stage by its plan; ``graph`` is that of the stage's program."""
@@ -121,7 +131,12 @@ def lower_stage(program: StageProgram, graph: Graph, stage: Stage, *, donates_st
 
 
 def pipeline_of(stages: Sequence[StageLowering], crossings: Sequence[Crossing], order: Order) -> Pipeline:
-    """The lists of instructions of lowered stages, checked: over any transport they come to an end."""
+    """The lists of instructions of lowered stages, checked: over any transport they come to an end.
+
+    Raises ``PlanError`` where stages do not lie as the order has it: those of one mesh, and no others, on the same devices, of
+    which they make the same mesh.
+    """
+    _check_meshes(stages, order)
     passages = [
         Passage(
             crossing.number,
@@ -136,6 +151,22 @@ def pipeline_of(stages: Sequence[StageLowering], crossings: Sequence[Crossing], 
     verify_lists(lists.lists, lists.given, lists.kept_slots)
     verify_meetings(lists.lists)
     return Pipeline(tuple(stages), tuple(crossings), order, lists)
+
+
+def _check_meshes(stages: Sequence[StageLowering], order: Order) -> None:
+    placed: dict[int, Stage] = {}
+    for number, (lowering, home) in enumerate(zip(stages, order.homes, strict=True)):
+        first = placed.setdefault(home, lowering.stage)
+        if (first.devices, first.mesh) != (lowering.stage.devices, lowering.stage.mesh):
+            raise PlanError(
+                f"stage {number} is on {lowering.stage.mesh} of devices {lowering.stage.devices}, and another stage that the "
+                f"schedule puts on the same mesh is on {first.mesh} of devices {first.devices}; give both the same"
+            )
+    devices = [device for stage in placed.values() for device in stage.devices]
+    if len(set(devices)) < len(devices):
+        raise PlanError(
+            f"two of {len(placed)} meshes share a device; give each its own, or fewer meshes to the schedule"
+        )
 
 
 def layouts_of_crossing(pipeline: Pipeline, crossing: Crossing) -> tuple[Buffer, Buffer]:
