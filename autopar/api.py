@@ -442,7 +442,9 @@ class Parallelized:
             if wants_pipeline(demands):
                 raise PlanError(NO_STAGES)
             return agreed_plan(lambda: self._plan(args, kwargs, cluster, demands)[1])
-        is_named = demands.schedule is None or isinstance(demands.schedule, Schedule)  # a function's name may outlive it
+        is_named = demands.schedule is None or isinstance(
+            demands.schedule, Schedule
+        )  # a function's name may outlive it
         kept = kept_plan(subject, cluster, (demands.key, subject.wishes)) if is_named else None
         plan = None if kept is None else kept.read()
         if plan is None:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 from autopar.plan import Schedule
-from autopar.schedule.instructions import Part
+from autopar.schedule.instructions import Part, Task
 from autopar.schedule.lists import Executable, Kind, Passage, StageInterface
+from autopar.schedule.orders import Order
 
 STATE, INPUT, ACTIVATION, RESIDUAL, GRADIENT_IN, GRADIENT_OUT, SUM = range(7)
+
+
+def folded(stages: int, microbatches: int) -> Order:
+    """Stages 0 and S−1 on the first mesh, 1 and S−2 on the second, …, microbatch by microbatch."""
+    rows = []
+    for low in range(stages // 2):
+        high = stages - 1 - low
+        one = (Task.forward(low, 0), Task.forward(high, 0), Task.backward(high, 0), Task.backward(low, 0))
+        rows.append(tuple(replace(task, microbatch=number) for number in range(microbatches) for task in one))
+    return Order(stages, microbatches, tuple(rows))
 
 
 def promised_in_flight(schedule: Schedule, num_stages: int, num_microbatches: int, stage: int) -> int:

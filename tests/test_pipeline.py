@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar import Order, Task
+from autopar import Order
 from autopar.errors import PlanError, TraceError
 from autopar.plan import Plan, Schedule
 from autopar.schedule.instructions import Part
 from autopar.schedule.verify import verify_program
+from tests.pipelines import folded
 from tests.test_correctness import wrong_leaves
 from tests.test_optimizers import BATCH as OPTIMIZER_BATCH
 from tests.test_optimizers import RECIPES, make_batch
@@ -209,23 +209,13 @@ def test_constraints_hold_on_the_stage_of_the_leaf() -> None:
 # ------------------------------------------------------------------------------------- several stages on a mesh
 
 
-def there_and_back(stages: int, microbatches: int) -> Order:
-    """Stages 0 and S−1 on the first mesh, 1 and S−2 on the second, …: the loss is computed where the input is read."""
-    rows = []
-    for low in range(stages // 2):
-        high = stages - 1 - low
-        order = (Task.forward(low, 0), Task.forward(high, 0), Task.backward(high, 0), Task.backward(low, 0))
-        rows.append(tuple(replace(task, microbatch=number) for number in range(microbatches) for task in order))
-    return Order(stages, microbatches, tuple(rows))
-
-
 @pytest.mark.parametrize(
     ("stages", "options", "homes"),
     [
         (4, {"schedule": "interleaved_1f1b", "mesh_shape": (2, 2)}, (0, 1, 0, 1)),
         ([[4, 5], [0, 1], [4, 5], [0, 1]], {}, (0, 1, 0, 1)),
-        (4, {"schedule": there_and_back, "mesh_shape": (4,)}, (0, 1, 1, 0)),
-        ([[0, 1], [2], [2], [0, 1]], {"schedule": there_and_back}, (0, 1, 1, 0)),
+        (4, {"schedule": folded, "mesh_shape": (4,)}, (0, 1, 1, 0)),
+        ([[0, 1], [2], [2], [0, 1]], {"schedule": folded}, (0, 1, 1, 0)),
     ],
     ids=["interleaved", "devices", "own", "own, devices"],
 )

@@ -21,8 +21,8 @@ from autopar.cluster import Cluster, Mesh
 from autopar.errors import PlanError
 from autopar.plan import CollectiveUse, Layout, Memory, Pass, Plan, Prediction, Schedule, SolverReport, Stage, Strategy
 from autopar.plan_file import load_plan, save_plan
-from autopar.schedule.instructions import Task
-from autopar.schedule.orders import Order, as_entries, from_entries, make_order
+from autopar.schedule.orders import as_entries, from_entries, make_order
+from tests.pipelines import folded
 
 MESH = Mesh(("data", "model"), (2, 4))
 ROWS = Layout((("data",), ()))
@@ -271,26 +271,6 @@ def test_stages_that_share_meshes(tmp_path: Path) -> None:
     ):
         with pytest.raises(PlanError, match=message):
             dataclasses.replace(plan, **change).save(tmp_path / "plan.json")
-
-
-def folded(stages: int, microbatches: int) -> Order:
-    """Stage s and stage S−1−s on one mesh, microbatch by microbatch."""
-    rows = []
-    for low in range(stages // 2):
-        high = stages - 1 - low
-        rows.append(
-            tuple(
-                task
-                for number in range(microbatches)
-                for task in (
-                    Task.forward(low, number),
-                    Task.forward(high, number),
-                    Task.backward(high, number),
-                    Task.backward(low, number),
-                )
-            )
-        )
-    return Order(stages, microbatches, tuple(rows))
 
 
 def test_plan_of_a_real_program(tmp_path: Path) -> None:

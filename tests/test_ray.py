@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 import autopar
 from autopar.cli import main
 from autopar.runtime.mesh_host import MeshHost
+from tests.pipelines import folded
 from tests.ray_cases import BATCH, WIDTH, assert_equal, batch_of, create, train_step, workers_of
 
 PLANS = {
@@ -31,10 +32,12 @@ PLANS = {
     "two stages": {"stages": 2, "num_microbatches": 4, "schedule": "1f1b"},
     "stages across hosts": {"stages": [[0, 2], [1, 3]], "num_microbatches": 2, "schedule": "gpipe"},
     "four stages": {"stages": 4, "num_microbatches": 4, "schedule": "eager_1f1b"},
+    "stages dealt round": {"stages": 4, "num_microbatches": 4, "stages_per_mesh": 2},
+    "own order across hosts": {"stages": [[0, 2], [1, 3], [1, 3], [0, 2]], "num_microbatches": 2, "schedule": folded},
 }
 
 
-VERIFIED = ("fully sharded", "four stages")
+VERIFIED = ("fully sharded", "four stages", "own order across hosts")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +167,8 @@ def driver(tmp_path: Path, more: str) -> Any:
             """
             import time, autopar
             from functools import partial
-            from tests.ray_cases import batch_of, create, train_step
+            from tests.pipelines import folded
+from tests.ray_cases import batch_of, create, train_step
             cluster = autopar.Cluster.ray("auto", hosts=2, devices_per_host=1)
             step = autopar.parallelize(train_step, cluster=cluster)
             state = step.init(partial(create, 0), batch_of(0))
