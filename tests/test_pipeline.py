@@ -232,6 +232,16 @@ def test_stages_share_meshes(stages: Any, options: Any, homes: tuple[int, ...], 
     same(after_two(again, again.init(make_state, examples())), expected)
 
 
+def test_the_schedule_of_the_how_to() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "how-to" / "pipelines.md").read_text()
+    (code,) = re.findall(r"```python\n(from autopar import Order.*?)```", page, flags=re.DOTALL)
+    said = {"train_step": train_step, "autopar": autopar}
+    exec(code, said)  # as a reader would
+    step = said["train_step"].with_options(cluster=eight_slow_devices(), mesh_shape=(4,))
+    same(after_two(step, step.init(make_state, examples())), after_two(jax.jit(train_step), make_state()))
+    assert step.last.plan.schedule is Schedule.OWN and step.last.plan.meshes_of_stages == (0, 1, 1, 0)
+
+
 def test_values_stay_on_a_mesh_in_another_layout() -> None:
     """A skip connection from stage 1 to stage 3 on the same mesh, which the first wants cut and the other whole."""
 

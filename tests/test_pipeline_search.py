@@ -9,11 +9,14 @@ import pytest
 
 import autopar
 from autopar.cluster import Link
+from autopar.errors import BudgetError, ScheduleError
 from autopar.inter_op.pipeline_search import Wanted, search_pipelines
-from autopar.inter_op.stages import Arrangement, PipelineTask, StagePlanner
+from autopar.inter_op.stages import Arrangement, PipelineFound, PipelineTask, StagePlanner
 from autopar.plan import Schedule
+from autopar.schedule.orders import Order
 from benchmarks.models import build
-from tests.pipeline_enumerator import Best, Case, best_of, cases, cluster_of, device_runs
+from tests.pipeline_enumerator import Best, Case, best_of, cases, cluster_of, device_runs, mlp
+from tests.pipelines import folded
 from tests.toy_runs import eight_slow_devices
 
 WORST = 1.01
@@ -104,6 +107,64 @@ def test_search_finds_what_the_referee_finds(name: str) -> None:
 def test_search_finds_what_the_referee_finds_in_nearly_all_cases() -> None:
     ratios = [ratio(name) for name in CASES]
     assert sum(one <= 1 + ALIKE for one in ratios) >= ALIKE_SHARE * len(ratios)
+
+
+def eight_layers(latency_seconds: float) -> Case:
+    """Two devices, four microbatches: with a stage on each the bubble is a fifth of the step."""
+    cluster = cluster_of(2, 1, network=1e9, latency_seconds=latency_seconds)
+    return Case("eight layers", lambda: mlp((64,) * 9, 32), tuple(range(8)), cluster, (4,))
+
+
+def found_for(case: Case, wanted: Wanted, budget_bytes: float = float("inf")) -> PipelineFound:
+    (count,) = case.microbatches
+    step = case.step(count)
+    task = step.task(case.cluster, budget_bytes)
+    found = search_pipelines({count: task}.__getitem__, [count], wanted, starts={count: case.boundaries(step)})
+    assert found is not None
+    return found
+
+
+DEALT, ALONE = Wanted(schedule=Schedule.INTERLEAVED_ONE_F_ONE_B), Wanted(stages_per_mesh=1)
+
+
+def test_stages_are_dealt_where_that_pays_and_only_there() -> None:
+    near, far = eight_layers(1e-5), eight_layers(3e-2)
+    free, dealt, alone = (found_for(near, wanted) for wanted in (Wanted(), DEALT, ALONE))
+    assert free.arrangement.schedule is Schedule.INTERLEAVED_ONE_F_ONE_B and len(free.arrangement.sharing) == 2
+    assert free.step_seconds == dealt.step_seconds < 0.95 * alone.step_seconds
+    free, dealt, alone = (found_for(far, wanted) for wanted in (Wanted(), DEALT, ALONE))
+    assert free.step_seconds == alone.step_seconds < dealt.step_seconds
+    assert len(free.arrangement.sharing) == len(free.arrangement.devices)
+
+
+def test_all_stages_of_a_mesh_are_held_to_the_budget() -> None:
+    case = eight_layers(1e-5)
+    found = found_for(case, DEALT)
+    held = max(found.simulation.peak_bytes)
+    assert max(found_for(case, DEALT, held).simulation.peak_bytes) <= held
+    planner = StagePlanner(case.step(4).task(case.cluster, held / 2))
+    stages = r"stages \d, \d.* of \d, which share devices, need .* under schedule 'interleaved_1f1b'"
+    with pytest.raises(BudgetError, match=stages):
+        planner.plan(found.arrangement)
+
+
+def test_a_schedule_of_ones_own_is_searched() -> None:
+    """Cuts and microbatches are found for it; numbers of microbatches for which it has no order are left out."""
+
+    def even_only(stages: int, microbatches: int) -> Order:
+        return folded(stages, microbatches if microbatches % 2 == 0 else 2)
+
+    case = replace(eight_layers(1e-5), microbatches=(1, 2, 4))
+    steps = {count: case.step(count) for count in case.microbatches}
+    tasks = {count: step.task(case.cluster) for count, step in steps.items()}
+    starts = {count: case.boundaries(step) for count, step in steps.items()}
+    found = search_pipelines(tasks.__getitem__, [1, 2, 4], Wanted(4, even_only), starts=starts)
+    assert found is not None and found.pipeline.order.num_microbatches > 1
+    assert found.pipeline.homes == (0, 1, 1, 0) and found.arrangement.schedule is even_only
+    with pytest.raises(
+        ScheduleError, match="asked for 4 stages and 1 microbatches, even_only gave an order of 4 and 2"
+    ):
+        search_pipelines(tasks.__getitem__, [1], Wanted(4, even_only), starts=starts)
 
 
 @pytest.mark.parametrize("latency_seconds", [1e-5, 2e-3])
