@@ -15,11 +15,12 @@ program and no memory.  The bound may stay below the relaxation's optimum; memor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.intra_op.model import Model
+from autopar.intra_op.model import Model, Pair, narrowed_costs
 
 MOST_PASSES = 200
 STALLED_PASSES = 10
@@ -36,6 +37,19 @@ class Bound:
 
     cost: float
     regrets: list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """Costs rewritten: every solution x costs ``bound`` + Σ nodes[i][xᵢ] + Σ edges[i, j][xᵢ, xⱼ], all of which are ≥ 0."""
+
+    bound: float
+    nodes: list[np.ndarray]
+    edges: dict[Pair, np.ndarray]
+
+    def narrowed(self, kept: Sequence[np.ndarray]) -> Residuals:
+        """With only some options (positions, ascending) of every node."""
+        return Residuals(self.bound, *narrowed_costs(self.nodes, self.edges, kept))
 
 
 def lower_bound(model: Model, *, enough: float = np.inf) -> Bound:
@@ -96,3 +110,24 @@ class Messages:
                 self._told[t][self._row[s, t]] = message - lowest
                 bound += lowest
         return bound
+
+    def residuals(self) -> Residuals:
+        """The costs less the messages; after a pass forward, ``bound`` is that of the pass.
+
+        Seen from a node that is decided, every node behind it has an option whose edge costs nothing.
+        """
+        bound, nodes = 0.0, []
+        edges: dict[Pair, np.ndarray] = {}
+        for s, costs in enumerate(self._costs):
+            chains = max(len(self._ahead[s]), len(self._behind[s]), 1)
+            known = costs + self._told[s].sum(axis=0)
+            share, least = 1 - len(self._ahead[s]) / chains, float(known.min())
+            nodes.append(share * (known - least))
+            bound += share * least
+            for t, matrix in self._ahead[s]:
+                mine = known / chains - self._told[s][self._row[t, s]]
+                left = matrix + (mine[:, None] - self._told[t][self._row[s, t]])
+                lowest = float(left.min())
+                edges[s, t] = left - lowest
+                bound += lowest
+        return Residuals(bound, nodes, edges)

@@ -1,0 +1,173 @@
+"""The best solution of a model, node after node: what is decided but still matters is all that is remembered.
+
+Nodes are decided in a fixed order.  A decided node is *open* as long as a neighbour is undecided; of all partial solutions
+that agree on the open nodes only the cheapest can be part of an optimum, so one state per combination of their options is
+kept (the frontier method; dynamic programming along a path decomposition, as in Bodlaender, 1998, §2).
+
+What a state has cost so far says little, unless costs are rewritten so that what is to come costs nothing at best: with the
+messages of :mod:`autopar.intra_op.bound` every solution x costs L + Σ rᵢ(xᵢ) + Σ rᵢⱼ(xᵢ, xⱼ) with bound L and *residuals* r ≥ 0.
+States whose residuals exceed what a solution may cost go, and so do, beyond a number of them, the dearest.  The cheapest that
+went bounds every solution that was missed, so the answer comes with a proof of how good it is: of an optimum, if nothing went.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.intra_op.bound import Residuals
+from autopar.intra_op.model import Model, Pair
+
+STARTS = 8
+"""Nodes from which an order is tried."""
+
+SPARE = 8
+"""Of so many times the states that are kept it is looked up which of them agree."""
+
+KEY_RANGE = float(1 << 62)
+
+
+def narrow_order(model: Model) -> tuple[int, ...]:
+    """An order of the nodes in which few combinations of options are open at a time; greedy, from several first nodes."""
+    count = len(model.nodes)
+    around: list[list[int]] = [[] for _ in range(count)]
+    for i, j in model.edges:
+        around[i].append(j)
+        around[j].append(i)
+    widths = [math.log(max(2, len(costs))) for costs in model.nodes]
+    starts = sorted({number * count // STARTS for number in range(STARTS)})
+    return min((_greedy_order(start, around, widths) for start in starts), key=lambda found: found[0])[1]
+
+
+def _greedy_order(
+    start: int, around: Sequence[Sequence[int]], widths: Sequence[float]
+) -> tuple[float, tuple[int, ...]]:
+    """(logarithm of the states of all frontiers together, order): always the node that widens the frontier least."""
+    undecided = [len(others) for others in around]
+    decided = [False] * len(around)
+    near: set[int] = set()
+    order: list[int] = []
+    width, total = 0.0, -math.inf
+
+    def widens(node: int) -> tuple[float, int]:
+        closed = sum(widths[other] for other in around[node] if decided[other] and undecided[other] == 1)
+        return (widths[node] if undecided[node] else 0.0) - closed, node
+
+    node, rest = start, iter(range(len(around)))
+    while True:
+        width += widens(node)[0]
+        total = float(np.logaddexp(total, width))
+        decided[node] = True
+        order.append(node)
+        near.discard(node)
+        for other in around[node]:
+            undecided[other] -= 1
+            if not decided[other]:
+                near.add(other)
+        if len(order) == len(around):
+            return total, tuple(order)
+        node = min(near, key=widens) if near else next(other for other in rest if not decided[other])
+
+
+@dataclass(frozen=True)
+class Along:
+    """The solution that was found, if any, and its residuals; no solution has residuals below ``floor``."""
+
+    options: tuple[int, ...] | None
+    cost: float
+    floor: float
+
+
+def best_along(residuals: Residuals, *, room: float, most_states: int) -> Along:
+    """The solution of least residuals below ``room``, from the last node to the first, with so many states at a time."""
+    return _Walk(residuals, room, most_states).run()
+
+
+class _Walk:
+    """Owns the states: options of the open nodes (columns), residuals so far, and the way back to how they came about."""
+
+    def __init__(self, residuals: Residuals, room: float, most_states: int) -> None:
+        self._nodes, self._edges, self._most = residuals.nodes, residuals.edges, most_states
+        self._room = self._floor = room
+        count = len(self._nodes)
+        self._after: list[list[int]] = [[] for _ in range(count)]
+        self._first = list(range(count))
+        """Of every node the first neighbour, or itself: it closes when that is decided."""
+        for i, j in self._edges:
+            self._after[i].append(j)
+            self._first[j] = min(self._first[j], i)
+        self._open: list[int] = []
+        self._states = np.zeros((1, 0), np.int16)
+        self._costs = np.zeros(1)
+        self._back: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def run(self) -> Along:
+        for node in reversed(range(len(self._nodes))):
+            if not self._decide(node):
+                return Along(None, math.inf, self._floor)
+        at = int(self._costs.argmin())
+        cost = float(self._costs[at])
+        options = []
+        for before, option in reversed(self._back):
+            options.append(int(option[at]))
+            at = int(before[at])
+        return Along(tuple(options), cost, min(self._floor, cost))
+
+    def _decide(self, node: int) -> bool:
+        """Every state with every option of a node; whether any is left."""
+        costs = self._costs[:, None] + self._nodes[node][None, :]
+        for other in self._after[node]:
+            costs += self._edges[node, other].T[self._states[:, self._open.index(other)]]
+        before, option = np.nonzero(costs < self._room)
+        reached = costs[before, option]
+        if len(reached) > SPARE * self._most:
+            left = self._cheapest(reached, SPARE * self._most)
+            before, option, reached = before[left], option[left], reached[left]
+        if not len(reached):
+            return False
+        stay = [place for place, other in enumerate(self._open) if self._first[other] < node]
+        states = self._states[before][:, stay]
+        self._open = [self._open[place] for place in stay]
+        if self._first[node] < node:
+            states = np.concatenate((states, option[:, None].astype(np.int16)), axis=1)
+            self._open.append(node)
+        left = self._cheapest_alike(states, reached)
+        if len(left) > self._most:
+            left = left[self._cheapest(reached[left], self._most)]
+        self._back.append((before[left], option[left]))
+        self._states, self._costs = states[left], reached[left]
+        return True
+
+    def _cheapest(self, costs: np.ndarray, count: int) -> np.ndarray:
+        """Places of so many of the cheapest states; the cheapest of the others lowers the floor."""
+        ranked = np.argpartition(costs, count)
+        self._floor = min(self._floor, float(costs[ranked[count:]].min()))
+        return np.sort(ranked[:count])
+
+    def _cheapest_alike(self, states: np.ndarray, costs: np.ndarray) -> np.ndarray:
+        """Places of the cheapest of all states that agree."""
+        keys, span = np.zeros(len(states), np.int64), 1.0
+        for place, other in enumerate(self._open):
+            size = len(self._nodes[other])
+            if span * size > KEY_RANGE:
+                _, keys = np.unique(keys, return_inverse=True)
+                span = float(len(states))
+            keys = keys * size + states[:, place]
+            span *= size
+        ranked = np.lexsort((costs, keys))
+        is_first = np.ones(len(ranked), dtype=bool)
+        is_first[1:] = keys[ranked[1:]] != keys[ranked[:-1]]
+        return ranked[is_first]
+
+
+def in_order(model: Model, order: Sequence[int]) -> Model:
+    """The model with its nodes renumbered: node ``order[k]`` becomes node k.  Memory rows are left out."""
+    place = {node: number for number, node in enumerate(order)}
+    edges: dict[Pair, np.ndarray] = {}
+    for (i, j), matrix in model.edges.items():
+        a, b = place[i], place[j]
+        edges[min(a, b), max(a, b)] = matrix if a < b else matrix.T
+    return Model([model.nodes[node] for node in order], edges)
