@@ -100,7 +100,7 @@ class MeshHost:
         import jax
         from jax.sharding import PartitionSpec
 
-        from autopar.runtime.pulled import zeros
+        from autopar.runtime.wire_ends import zeros
 
         for mesh in meshes:
             placed = self._jax_mesh(mesh, tuple(range(mesh.size)), tuple(range(mesh.size)))

@@ -23,15 +23,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
-import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from autopar import _compat
 from autopar.errors import InternalError, TransportError
-from autopar.runtime.collectives import is_key
-from autopar.runtime.cross_mesh import Cutter, Joiner, Receiver, Route, check_departure, route_of
+from autopar.runtime.cross_mesh import Receiver
 from autopar.runtime.shipment import Wire
 from autopar.runtime.transport import Message
+from autopar.runtime.wire_ends import Arrival, Departure
 
 
 class Server(Protocol):
@@ -115,29 +113,19 @@ class PullTransport:
 
 
 class _Outgoing:
-    """The sending end of one wire."""
+    """The sending end of one wire, with the receivers that each process has."""
 
     def __init__(self, wire: Wire, mesh: jax.sharding.Mesh, peers: Peers, own: str) -> None:
-        self._transfer = wire.transfer
-        route = route_of(wire.transfer)
-        # A cut makes new arrays; what is sent as it is must be copied if a program will take its memory over.
-        self._copies = wire.is_donated and route.is_whole
-        self._cutter = Cutter(wire.transfer, route, mesh)
-        targets, sources = wire.transfer.target.devices, wire.transfer.source.devices
+        self._departure = Departure(wire, mesh)
         self._by_receiver: dict[str, list[Receiver]] = defaultdict(list)
-        for (position, _), to in route.first:
+        targets, sources = wire.transfer.target.devices, wire.transfer.source.devices
+        for (position, _), to in self._departure.route.first:
             if peers.process(sources[position]) == own:
                 self._by_receiver[peers.process(targets[to[0]])].append(to)
 
     def cells(self, array: jax.Array) -> dict[str, list[jax.Array]]:
         """What every receiving process gets from this one."""
-        check_departure(self._transfer, self._cutter.sharding, array)
-        if not self._transfer.tiles:
-            return {}
-        cells = self._cutter.cells(jax.random.key_data(array) if is_key(array) else array)
-        if self._copies:
-            there = [cell.device for cell in cells.values()]
-            cells = dict(zip(cells, jax.device_put(list(cells.values()), there, may_alias=False), strict=True))
+        cells = self._departure.cells(array)
         return {receiver: [cells[to] for to in order] for receiver, order in self._by_receiver.items()}
 
 
@@ -145,41 +133,14 @@ class _Incoming:
     """The receiving end of one wire; ``pulls`` says for each sending process whose cells come, and as what."""
 
     def __init__(self, wire: Wire, mesh: jax.sharding.Mesh, peers: Peers, own: str) -> None:
-        transfer = self._transfer = wire.transfer
-        self._route: Route = route_of(transfer)
-        self._joiner = Joiner(transfer, self._route, mesh)
-        self._key_impl, self._dtype, self._more = _words(wire.dtype)
-        targets, sources = transfer.target.devices, transfer.source.devices
+        arrival = Arrival(wire, mesh)
+        self.land = arrival.land
+        targets, sources = wire.transfer.target.devices, wire.transfer.source.devices
         devices = list(mesh.devices.flat)
         self.pulls: dict[str, tuple[list[Receiver], list[jax.ShapeDtypeStruct]]] = {}
-        for (position, _), to in self._route.first:
+        for (position, _), to in arrival.route.first:
             if peers.process(targets[to[0]]) == own:
                 receivers, wanted = self.pulls.setdefault(peers.process(sources[position]), ([], []))
                 receivers.append(to)
                 sharding = SingleDeviceSharding(devices[to[0]])
-                shape = (*transfer.tile_shape, *self._more)
-                wanted.append(jax.ShapeDtypeStruct(shape, self._dtype, sharding=sharding))
-
-    def land(self, cells: dict[Receiver, jax.Array]) -> jax.Array:
-        """The landed array of the cells that were pulled."""
-        shape = (*self._transfer.shape, *self._more)
-        if self._transfer.tiles:
-            self._joiner.relay(cells)
-            whole = self._joiner.join(cells, shape)
-        else:
-            whole = zeros(shape, self._dtype, self._joiner.sharding)
-        return whole if self._key_impl is None else jax.random.wrap_key_data(whole, impl=self._key_impl)
-
-
-def zeros(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
-    """An array of zeros over devices of which some may be in other processes."""
-    return jax.make_array_from_callback(shape, sharding, lambda index: np.zeros(shape, dtype)[index])
-
-
-def _words(dtype: str) -> tuple[str | None, np.dtype[Any], tuple[int, ...]]:
-    """Implementation of keys (None: no keys), type of the words that travel, and their dimensions behind the others."""
-    if not dtype.startswith("key<"):
-        return None, jax.numpy.dtype(dtype), ()
-    impl = _compat.key_impl_name(dtype)
-    words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
-    return impl, words.dtype, words.shape
+                wanted.append(jax.ShapeDtypeStruct(arrival.cell.shape, arrival.cell.dtype, sharding=sharding))
