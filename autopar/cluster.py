@@ -316,7 +316,12 @@ class Cluster:
 
     @classmethod
     def ray(
-        cls, address: str | None = "auto", *, hosts: int | None = None, devices_per_host: int | None = None
+        cls,
+        address: str | None = "auto",
+        *,
+        hosts: int | None = None,
+        devices_per_host: int | None = None,
+        transport: str = "auto",
     ) -> Cluster:
         """The hosts of a Ray cluster: steps that are planned for it run there, one process per host of a mesh.
 
@@ -324,6 +329,7 @@ class Cluster:
         new one on this machine.  ``hosts``: take so many; more than there are nodes makes each node count as several.
         ``devices_per_host``: GPUs of each, all if left out; on nodes without GPUs virtual CPU devices, one if left out.
         Links get assumed figures: ``.replace(network_link=Link(...))`` states better ones.  :meth:`close` ends it.
+        ``transport``: how stages exchange arrays, ``"pull"``, ``"nccl"`` (GPUs, with the extra ``nccl``), or what suits.
 
         Raises ``ClusterError`` if there is no such cluster, or it is smaller.
         """
@@ -333,7 +339,7 @@ class Cluster:
         for name, count in (("hosts", hosts), ("devices_per_host", devices_per_host)):
             if count is not None:
                 _check_count(name, count)
-        return ray_cluster(connect(address, hosts, devices_per_host))
+        return ray_cluster(connect(address, hosts, devices_per_host, transport))
 
     @classmethod
     def distributed(cls, **options: Any) -> Cluster:
@@ -350,14 +356,14 @@ class Cluster:
             jax.distributed.initialize(**options)
         return dataclasses.replace(local_cluster(profile=None), is_distributed=True)
 
-    def on_ray(self, address: str | None = "auto") -> Cluster:
+    def on_ray(self, address: str | None = "auto", *, transport: str = "auto") -> Cluster:
         """This description, run on the hosts of a Ray cluster, of which it takes as many as it has.
 
-        Raises ``ClusterError`` if there are fewer.
+        ``transport`` is that of :meth:`ray`.  Raises ``ClusterError`` if there are fewer.
         """
         from autopar.ray_hosts import connect
 
-        return dataclasses.replace(self, runs_on=connect(address, self.hosts, self.devices_per_host))
+        return dataclasses.replace(self, runs_on=connect(address, self.hosts, self.devices_per_host, transport))
 
     def close(self) -> None:
         """Stop what was started on the hosts of a Ray cluster; a cluster in this process has nothing to stop."""

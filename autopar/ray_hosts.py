@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, TypeVar
 
 from autopar.errors import ClusterError
@@ -22,6 +23,14 @@ AUTH_MODE = "RAY_AUTH_MODE"
 
 _ASKING_SECONDS = 1.0
 """So often Ray is asked for hosts that are missing."""
+
+
+class MeshTransport(Enum):
+    """How arrays get from mesh to mesh: what the platform is best at, pulls, or NCCL's sends and receives between GPUs."""
+
+    AUTO = "auto"
+    PULL = "pull"
+    NCCL = "nccl"
 
 
 @dataclass(frozen=True)
@@ -41,8 +50,15 @@ class RayHosts:
     ``nodes`` are the hosts in order, a node several times if it counts as several hosts.
     """
 
-    def __init__(self, address: str, nodes: tuple[RayNode, ...], devices_per_host: int) -> None:
+    def __init__(
+        self,
+        address: str,
+        nodes: tuple[RayNode, ...],
+        devices_per_host: int,
+        transport: MeshTransport = MeshTransport.AUTO,
+    ) -> None:
         self.address = address
+        self.transport = transport
         self.nodes = nodes
         self.devices_per_host = devices_per_host
         self._fleet: Any = None
@@ -77,7 +93,7 @@ class RayHosts:
 
     def without_lost(self) -> RayHosts:
         """Those that are alive now, as hosts of their own."""
-        return RayHosts(self.address, self.living(), self.devices_per_host)
+        return RayHosts(self.address, self.living(), self.devices_per_host, self.transport)
 
     @property
     def running(self) -> Any:
@@ -91,12 +107,17 @@ class RayHosts:
             fleet.close()
 
 
-def connect(address: str | None, hosts: int | None, devices_per_host: int | None) -> RayHosts:
+def connect(
+    address: str | None, hosts: int | None, devices_per_host: int | None, transport: MeshTransport | str = "auto"
+) -> RayHosts:
     """The hosts of a Ray cluster; a connection of this process to Ray is used if there is one.
 
     ``address`` is one that ``ray.init`` takes (``"auto"``: the cluster that this machine belongs to; ``"local"``: a new one).
-    Raises ``ClusterError`` if none is found, or if it is smaller than what is asked for.
+    Raises ``ClusterError`` if none is found, if it is smaller than what is asked for, or for an unknown transport.
     """
+    known = [one.value for one in MeshTransport]
+    if not isinstance(transport, MeshTransport) and transport not in known:
+        raise ClusterError(f"transport={transport!r}; known are {', '.join(known)}")
     ray = _ray()
     if not ray.is_initialized():
         try:
@@ -111,7 +132,8 @@ def connect(address: str | None, hosts: int | None, devices_per_host: int | None
         raise ClusterError("the Ray cluster has no living node; look at `ray status`")
     if devices_per_host is None:
         devices_per_host = max(1, min(node.gpus for node in nodes))
-    return RayHosts(ray.get_runtime_context().gcs_address, _hosts(nodes, hosts, devices_per_host), devices_per_host)
+    found = _hosts(nodes, hosts, devices_per_host)
+    return RayHosts(ray.get_runtime_context().gcs_address, found, devices_per_host, MeshTransport(transport))
 
 
 def _ray() -> Any:

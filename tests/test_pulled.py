@@ -14,7 +14,7 @@ from autopar.errors import InternalError, TransportError
 from autopar.plan import Layout
 from autopar.runtime.cross_mesh import placed_mesh
 from autopar.runtime.executor import partition_spec
-from autopar.runtime.pulled import Peers, PullTransport
+from autopar.runtime.pulled import PullPeers, PullTransport
 from autopar.runtime.shipment import Wire
 from autopar.runtime.transport import Message
 from autopar.schedule.cross_mesh import CrossMeshTransfer, Placement, cross_mesh_transfer, landing_layouts
@@ -61,7 +61,7 @@ def ends(transfer: CrossMeshTransfer, dtype: str, *, epochs: tuple[int, int] = (
     made = [
         PullTransport(
             Server(own, offers),
-            Peers(addresses, SECRET, epoch),
+            PullPeers(addresses, SECRET, epoch),
             [wire] if own == SENDER else [],
             [wire] if own == RECEIVER else [],
             lambda placement: placed_mesh(placement, jax.devices()),

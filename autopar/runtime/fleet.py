@@ -29,6 +29,7 @@ from autopar.ray_hosts import RayHosts
 from autopar.runtime.distributed_array import DistributedArray
 from autopar.runtime.host_data import HostLeaf
 from autopar.runtime.messages import HostPieces, HostRows, HostStatus, Where, World
+from autopar.runtime.nccl import UniqueId
 from autopar.runtime.processes import (
     ASIDE,
     CONTROL,
@@ -42,7 +43,7 @@ from autopar.runtime.processes import (
     placement_group,
     start_actor,
 )
-from autopar.runtime.pulled import Peers
+from autopar.runtime.pulled import PullPeers
 from autopar.runtime.waiting import (
     FETCHING_SECONDS,
     RESTING_SECONDS,
@@ -66,6 +67,8 @@ class Fleet:
         self.run = secrets.token_hex(4)
         self.epoch = 0
         self.numbers = itertools.count()
+        self.meetings: dict[tuple[MeshWorld, MeshWorld], UniqueId] = {}
+        """Names of the communicators between meshes, until something fails."""
         self._worlds: dict[tuple[int, ...], MeshWorld] = {}
         self._under_way: set[Any] = set()
         self._is_hurt = False  # something has failed, and meshes may wait for each other since
@@ -97,14 +100,14 @@ class Fleet:
             self.epoch += 1
         return [self._worlds[devices] for devices in wanted]
 
-    def peers(self, worlds: Iterable[MeshWorld]) -> Peers:
+    def peers(self, worlds: Iterable[MeshWorld]) -> PullPeers:
         """The transfer addresses of the processes of some worlds."""
         refs = {world: world.call("serve") for world in worlds}
         addresses: dict[int, str] = {}
         for world, asked in refs.items():
             for rank, address in enumerate(collected(asked, STARTING_SECONDS, f"{world.name} to serve arrays")):
                 addresses.update(dict.fromkeys(world.devices_of(rank), address))
-        return Peers(addresses, self.secret, self.epoch)
+        return PullPeers(addresses, self.secret, self.epoch)
 
     def collected(
         self, refs: Sequence[Any], limit_seconds: float, what: str, world: MeshWorld | None = None
@@ -162,6 +165,7 @@ class Fleet:
             except WorkerError:
                 world.lose()
         self.epoch += 1
+        self.meetings.clear()
         self._under_way.clear()
 
     def mend(self) -> None:
@@ -320,6 +324,8 @@ class MeshWorld:
     def try_to_rest(self) -> list[Any]:
         """Ask the processes to finish what they do, well or badly, and to forget all arrays."""
         self._released.clear()
+        for actor in self.actors:
+            actor.hang_up.options(concurrency_group=CONTROL).remote()  # at once: a step may wait for the dead
         return self.call("rest")
 
     def lose(self) -> None:

@@ -12,12 +12,12 @@ import numpy as np
 from jax import export
 
 from autopar.cluster import Mesh
-from autopar.errors import InternalError
 from autopar.runtime.collectives import is_key
+from autopar.runtime.exchange import Exchange, Peers
 from autopar.runtime.interpreter import Interpreter, Key, finisher
-from autopar.runtime.pulled import Peers, PullTransport
 from autopar.runtime.shipment import MeshShipment, Program
 from autopar.runtime.stage_executable import PartExecutable, stored_sharding
+from autopar.runtime.transport import SteppedTransport
 from autopar.schedule.cross_mesh import Placement
 from autopar.schedule.instructions import Run, Slot
 
@@ -75,17 +75,14 @@ class Loaded:
             stored_sharding(entry.layout, self._meshes[entry.slot.stage]) for entry in shipment.entries
         ]
         """How the leaves are stored, in the order of the shipment's entries."""
-        self._transport: PullTransport | None = None
+        self._transport: SteppedTransport | None = None
         self._peers: Peers | None = None
 
-    def connect(self, server: Any, peers: Peers | None) -> None:
+    def connect(self, exchange: Exchange, peers: Peers | None) -> None:
         """Make the transport to other meshes, anew if a peer is another process than before."""
         if peers is None or peers == self._peers:
             return
-        if server is None:
-            raise InternalError("a mesh that exchanges arrays was not asked to serve them; report this")
-        told = self.shipment
-        self._transport = PullTransport(server, peers, told.outgoing, told.incoming, self._placed)
+        self._transport = exchange.transport(peers, self.shipment, self._placed)
         self._peers = peers
 
     def run(self, step: int, given: Sequence[jax.Array]) -> list[jax.Array]:

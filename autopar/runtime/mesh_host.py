@@ -40,6 +40,7 @@ class MeshHost:
         self._since: float | None = None
         self._step_seconds = 0.0
         self._gauges: Any = None
+        self._exchange: Any = None
 
     def __repr__(self) -> str:
         return self._name  # Ray writes it before every line of this process's log
@@ -61,6 +62,7 @@ class MeshHost:
 
         from autopar import _compat
         from autopar.disk_cache import cache_directory
+        from autopar.runtime.exchange import Exchange
 
         for name, value in world.settings.items():
             jax.config.update(name, value)
@@ -80,18 +82,28 @@ class MeshHost:
                 f"{world.devices_per_process} each"
             )
         self._devices = devices
-        self._server: Any = None
+        self._exchange = Exchange(devices, world.address)
         self._gauges = _gauges(self._name)
         return os.getpid()
 
     def serve(self) -> str:
         """The address at which other meshes pull arrays from this process."""
-        if self._server is None:
-            from jax.experimental import transfer
+        return str(self._exchange.serve())
 
-            here = f"{self._world.address}:0"
-            self._server = transfer.start_transfer_server(self._devices[0].client, here, [here] * 2)
-        return str(self._server.address())
+    def nccl_lack(self) -> str | None:
+        """Why this process cannot speak NCCL to others; None: it can."""
+        from autopar.runtime.cupy_nccl import nccl_lack
+
+        return nccl_lack()
+
+    def unique_ids(self, count: int) -> list[Any]:
+        """New names of communicators between meshes."""
+        return [self._exchange.unique_id() for _ in range(count)]
+
+    def hang_up(self) -> None:
+        """Let go of what waits for other meshes, before :meth:`rest`; may be called while a step runs."""
+        if self._exchange is not None:
+            self._exchange.hang_up()
 
     def warm(self, meshes: Iterable[Any]) -> None:
         """Run one small sum over every group of axes of some meshes: communicators are made now, not in a first step."""
@@ -124,7 +136,7 @@ class MeshHost:
         started = time.monotonic()
         if (known := self._loaded.get(digest)) is None:
             known = self._loaded[digest] = Loaded(shipment, partial(self._jax_mesh, known=shipment.devices))
-        known.connect(self._server, peers)
+        known.connect(self._exchange, peers)
         return time.monotonic() - started
 
     def texts(self, digest: str) -> list[tuple[Any, str]]:

@@ -117,6 +117,9 @@ def environment_of(backend: Platform, devices: int) -> dict[str, str]:
         environment["JAX_PLATFORMS"] = "cpu"
         # Fewer threads than twice the devices, and collectives that are in flight on several of them wait for ever.
         environment["NPROC"] = str(max(4, 2 * devices, os.cpu_count() or 1))
+    elif backend is Platform.CUDA:
+        # A kernel that is loaded at its first launch may wait for all of the device, and so for a message of another mesh.
+        environment["CUDA_MODULE_LOADING"] = os.environ.get("CUDA_MODULE_LOADING", "EAGER")
     return environment
 
 

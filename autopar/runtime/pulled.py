@@ -46,7 +46,7 @@ class Server(Protocol):
 
 
 @dataclass(frozen=True)
-class Peers:
+class PullPeers:
     """Who takes part in a run: the transfer address of each process by the cluster's ids of its devices."""
 
     addresses: Mapping[int, str]
@@ -64,7 +64,7 @@ class PullTransport:
     def __init__(
         self,
         server: Server,
-        peers: Peers,
+        peers: PullPeers,
         outgoing: Sequence[Wire],
         incoming: Sequence[Wire],
         mesh_of: Callable[[Any], jax.sharding.Mesh],
@@ -115,7 +115,7 @@ class PullTransport:
 class _Outgoing:
     """The sending end of one wire, with the receivers that each process has."""
 
-    def __init__(self, wire: Wire, mesh: jax.sharding.Mesh, peers: Peers, own: str) -> None:
+    def __init__(self, wire: Wire, mesh: jax.sharding.Mesh, peers: PullPeers, own: str) -> None:
         self._departure = Departure(wire, mesh)
         self._by_receiver: dict[str, list[Receiver]] = defaultdict(list)
         targets, sources = wire.transfer.target.devices, wire.transfer.source.devices
@@ -132,7 +132,7 @@ class _Outgoing:
 class _Incoming:
     """The receiving end of one wire; ``pulls`` says for each sending process whose cells come, and as what."""
 
-    def __init__(self, wire: Wire, mesh: jax.sharding.Mesh, peers: Peers, own: str) -> None:
+    def __init__(self, wire: Wire, mesh: jax.sharding.Mesh, peers: PullPeers, own: str) -> None:
         arrival = Arrival(wire, mesh)
         self.land = arrival.land
         targets, sources = wire.transfer.target.devices, wire.transfer.source.devices

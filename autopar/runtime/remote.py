@@ -19,9 +19,11 @@ from autopar import _compat
 from autopar.cluster import Platform
 from autopar.errors import WorkerError
 from autopar.runtime.distributed_array import DistributedArray
+from autopar.runtime.exchange import Peers
 from autopar.runtime.fleet import Fleet, MeshWorld
 from autopar.runtime.host_data import HostLeaf
 from autopar.runtime.interpreter import Key
+from autopar.runtime.introductions import introduced, is_over
 from autopar.runtime.messages import HostPieces, HostRows, ProgramMemory, StepOrder, StepReport, Where
 from autopar.runtime.shipment import Entry, Output, Shipments
 from autopar.runtime.waiting import COMPILING_SECONDS, collected
@@ -69,6 +71,7 @@ class RemoteExecutor:
         self._pending: deque[_Pending] = deque()
         self._slowest_seconds = 0.0
         self._measured = 0
+        self._peers: Peers | None = None
         self.worlds: list[MeshWorld] = []
         self._rows: list[list[Where]] = [
             [Where(*mesh.stages[entry.slot.stage], entry.layout) for entry in mesh.entries] for mesh in shipments.meshes
@@ -82,7 +85,7 @@ class RemoteExecutor:
         report_progress(f"starting the processes of {len(meshes)} meshes")
         self.worlds = self._fleet.worlds([mesh.devices for mesh in meshes], self._backend)
         exchanges = len(meshes) > 1
-        peers = self._fleet.peers(self.worlds) if exchanges else None
+        peers = self._peers = introduced(self._fleet, self.worlds, meshes, self._backend) if exchanges else None
         for world, mesh in zip(self.worlds, meshes, strict=True):
             collected(
                 world.warm([logical for logical, _ in mesh.stages.values()]),
@@ -111,7 +114,7 @@ class RemoteExecutor:
 
         Raises ``WorkerError`` if a process died or hangs: in this step, or in one before it.
         """
-        if any(world.is_lost for world in self.worlds):
+        if any(world.is_lost for world in self.worlds) or is_over(self._peers, self._fleet):
             self.connect()  # after a failure; what lay there is gone, and other arrays may come in its place
         while len(self._pending) >= RUN_AHEAD:
             self._collect_oldest()

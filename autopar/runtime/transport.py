@@ -48,6 +48,13 @@ class Transport(Protocol):
         """
 
 
+class SteppedTransport(Transport, Protocol):
+    """A transport whose other ends are in other processes, perhaps in another step."""
+
+    def begin(self, step: int) -> None:
+        """Messages from now on belong to that step; raises ``TransportError`` where there can be none any more."""
+
+
 class InProcessTransport:
     """The transport between meshes of one process, each driven by a thread of its own or all by one."""
 
