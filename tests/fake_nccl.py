@@ -191,10 +191,6 @@ class FakeStream:
     def mark(self) -> FakeMark:
         return FakeMark(self, self.put)
 
-    def go_before(self, handle: int | None) -> None:
-        assert handle is None
-        self.mark().wait()
-
 
 @dataclass(frozen=True)
 class FakeMark:
@@ -208,6 +204,10 @@ class FakeMark:
 
     def wait(self) -> None:
         self.stream.library.wait_until(self.stream, self.place)
+
+    def go_before(self, handle: int | None) -> None:
+        assert handle is None
+        self.wait()
 
 
 @dataclass(frozen=True)

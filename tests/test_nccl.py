@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import autopar
 from autopar.cluster import Mesh, Platform
-from autopar.errors import ClusterError, InternalError, TransportError
+from autopar.errors import ClusterError, InternalError, TransportError, WorkerError
 from autopar.plan import Layout, Schedule
 from autopar.ray_hosts import MeshTransport
 from autopar.runtime.cross_mesh import placed_mesh
@@ -28,6 +28,8 @@ from autopar.runtime.cupy_nccl import CupyNccl, nccl_lack
 from autopar.runtime.exchange import chosen
 from autopar.runtime.executor import partition_spec
 from autopar.runtime.introductions import introduced, is_over
+from autopar.runtime.mesh_host import MeshHost
+from autopar.runtime.messages import Where
 from autopar.runtime.nccl import NcclPeers, NcclTransport, Pair, Station
 from autopar.runtime.pulled import PullPeers
 from autopar.runtime.shipment import MeshShipment, Wire, ship_pipeline
@@ -40,7 +42,7 @@ from tests.mesh_threads import MeshThreads, equal_to_jit
 from tests.ray_cases import assert_equal, batch_of, create, train_step
 from tests.test_pipeline_models import PIPELINED, Row, check_or_refusal
 from tests.test_pulled import placed, transfers
-from tests.test_transport import CLUSTERS, CUT, DISJOINT, DTYPES, FOUR, WHOLE, between, same, values
+from tests.test_transport import CLUSTERS, CUT, DISJOINT, DTYPES, FOUR, ONE, WHOLE, between, same, values
 from tests.toy_runs import eight_slow_devices
 
 
@@ -88,7 +90,7 @@ def test_what_arrives_is_the_array(transfer: CrossMeshTransfer, dtype: str, is_d
             array.delete()  # as a program does that takes its memory over
         del array
     for x in arrays:
-        landed = receiver.receive(Message(7, 0))
+        landed = receiver.receive(Message(7, 0))()
         same(landed, x, landing_sharding(transfer))
         jax.jit(lambda y: y, donate_argnums=0)(landed)  # what came may be donated
     for station in ends.stations:
@@ -107,7 +109,7 @@ def test_keys_travel_as_words(impl: str, shape: tuple[int, ...]) -> None:
     sender, receiver = (ends := Ends([Wire(7, transfer, str(keys.dtype))])).transports
     ends.both(sender.rehearse, receiver.rehearse)
     sender.send(Message(7, 0), placed(transfer, keys))
-    landed = receiver.receive(Message(7, 0))
+    landed = receiver.receive(Message(7, 0))()
     assert landed.dtype == keys.dtype
     np.testing.assert_array_equal(jax.random.key_data(landed), jax.random.key_data(keys))
 
@@ -118,7 +120,7 @@ def test_the_cells_of_a_message_are_one_kernel_of_each_device() -> None:
     ends.transports[0].send(Message(7, 0), placed(transfer, values((8,), "float32")))
     assert len(transfer.tiles) > 4
     assert ends.library.kernels == 4
-    ends.transports[1].receive(Message(7, 0))
+    ends.transports[1].receive(Message(7, 0))()
     assert ends.library.kernels == 8
 
 
@@ -142,7 +144,7 @@ def test_what_is_lent_is_held_and_bounded() -> None:
     assert not sent.acquire(timeout=0.5), "a third array would be more than the limit"
     assert ends.stations[0].lent_bytes(0) == 3 * own  # the third is posted, and waited for
     for x in arrays:
-        same(receiver.receive(Message(7, 0)), x, landing_sharding(transfer))
+        same(receiver.receive(Message(7, 0))(), x, landing_sharding(transfer))
     sending.result(60)
     ends.stations[0].settle()
     assert ends.stations[0].lent_bytes(0) == 0
@@ -168,14 +170,14 @@ def test_swapped_messages_of_different_sizes_break_nccls_rules() -> None:
     sender.send(Message(0, 0), placed(THERE, values((8,), "float32")))
     sender.send(Message(1, 0), placed(LONG, values((16,), "float32")))
     with pytest.raises(TransportError, match=r"rules are broken: rank 0 sends to 4: 2 of 4 bytes, but rank 4 receives"):
-        receiver.receive(Message(1, 0))
+        receiver.receive(Message(1, 0))()
 
 
 def test_swapped_messages_of_different_types_break_nccls_rules() -> None:
     sender, receiver = Ends([Wire(0, THERE, "float32"), Wire(1, THERE, "int8")]).transports
     sender.send(Message(0, 0), placed(THERE, values((8,), "float32")))
     with pytest.raises(TransportError, match=r"rules are broken: .* 2 of 4 bytes, but .* 2 of 1 bytes"):
-        receiver.receive(Message(1, 0))
+        receiver.receive(Message(1, 0))()
 
 
 def test_swapped_messages_of_one_size_are_taken_for_each_other() -> None:
@@ -184,8 +186,8 @@ def test_swapped_messages_of_one_size_are_taken_for_each_other() -> None:
     first, second = (values((8,), "float32", seed) for seed in (0, 1))
     sender.send(Message(0, 0), placed(THERE, first))
     sender.send(Message(1, 0), placed(THERE, second))
-    np.testing.assert_array_equal(receiver.receive(Message(1, 0)), first)
-    np.testing.assert_array_equal(receiver.receive(Message(0, 0)), second)
+    np.testing.assert_array_equal(receiver.receive(Message(1, 0))(), first)
+    np.testing.assert_array_equal(receiver.receive(Message(0, 0))(), second)
 
 
 def test_messages_that_wait_for_each_other_are_found() -> None:
@@ -195,11 +197,11 @@ def test_messages_that_wait_for_each_other_are_found() -> None:
 
     def one() -> None:
         first.send(Message(0, 0), placed(THERE, values((8,), "float32")))
-        first.receive(Message(1, 0))
+        first.receive(Message(1, 0))()
 
     def other() -> None:
         second.send(Message(1, 0), placed(BACK, values((8,), "float32")))
-        second.receive(Message(0, 0))
+        second.receive(Message(0, 0))()
 
     with pytest.raises(TransportError, match=r"does not go on, .* rank 0 sends to 4: .* rank 4 sends to 0"):
         ends.both(one, other)
@@ -207,11 +209,30 @@ def test_messages_that_wait_for_each_other_are_found() -> None:
 
 def test_hanging_up_ends_what_waits() -> None:
     ends = Ends([Wire(0, THERE, "float32")])
-    receiving = ends.threads.submit(ends.transports[1].receive, Message(0, 0))
+    receiving = ends.threads.submit(lambda: ends.transports[1].receive(Message(0, 0))())
     ends.stations[1].hang_up()
     receiving.exception(60)  # it may have been refused; it has not waited for the limit
     with pytest.raises(TransportError, match="given up after a failure"):
         ends.transports[1].begin(1)
+
+
+def test_values_that_waited_for_what_was_given_up_are_not_told() -> None:
+    """A stream that is let go leaves memory as it was: neither the driver nor a checkpoint may get that."""
+    host = MeshHost("mesh 1")
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    host._arrays[3] = jax.device_put(np.ones(2), spec)
+    host._exchange = SimpleNamespace(hang_up=lambda: True)
+    np.testing.assert_array_equal(host.fetch(3, [0])[0], np.ones(2))
+    host.hang_up()
+    with pytest.raises(WorkerError, match="mesh 1 has given its arrays up"):
+        host.fetch(3, [0])
+    with pytest.raises(WorkerError, match="mesh 1 has given its arrays up"):
+        host.snapshot(0, [(3, Where(ONE, (0,), WHOLE))])
+    host._exchange = SimpleNamespace(hang_up=lambda: False)
+    host.rest()
+    host._arrays[4] = jax.device_put(np.zeros(2), spec)
+    np.testing.assert_array_equal(host.fetch(4, [0])[0], np.zeros(2))
 
 
 # ---------------------------------------------------------------------------------------------------------- pipelines

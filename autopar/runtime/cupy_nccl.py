@@ -101,29 +101,26 @@ class _Stream:
         return int(self._stream.ptr)
 
     def mark(self) -> Mark:
-        return _Mark(self._event())
-
-    def go_before(self, handle: int | None) -> None:
-        event = self._event()
-        if handle is None:
-            event.synchronize()
-            return
         with self._device:
-            self._cuda.runtime.streamWaitEvent(handle, event.ptr)
-
-    def _event(self) -> Any:
-        with self._device:
-            return self._stream.record(self._cuda.Event(block=True, disable_timing=True))
+            event = self._stream.record(self._cuda.Event(block=True, disable_timing=True))
+        return _Mark(self._cuda, self._device, event)
 
 
 class _Mark:
     """See :class:`autopar.runtime.nccl.Mark`."""
 
-    def __init__(self, event: Any) -> None:
-        self._event = event
+    def __init__(self, cuda: Any, device: Any, event: Any) -> None:
+        self._cuda, self._device, self._event = cuda, device, event
 
     def is_over(self) -> bool:
         return bool(self._event.done)
 
     def wait(self) -> None:
         self._event.synchronize()
+
+    def go_before(self, handle: int | None) -> None:
+        if handle is None:
+            self.wait()
+            return
+        with self._device:
+            self._cuda.runtime.streamWaitEvent(handle, self._event.ptr)

@@ -104,11 +104,15 @@ class Exchange:
         transport.rehearse()
         return transport
 
-    def hang_up(self) -> None:
-        """Give up messages that wait for other meshes; may be called by any thread.  Pulls end by themselves."""
+    def hang_up(self) -> bool:
+        """Give up messages that wait for other meshes; may be called by any thread.  Pulls end by themselves.
+
+        Returns whether there were any: what waited for them goes on with values that mean nothing.
+        """
         station, self._station = self._station, None
         if station is not None:
             station.hang_up()
+        return station is not None
 
     def _nccl(self) -> Library:
         if self._library is None:

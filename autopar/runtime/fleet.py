@@ -324,9 +324,9 @@ class MeshWorld:
     def try_to_rest(self) -> list[Any]:
         """Ask the processes to finish what they do, well or badly, and to forget all arrays."""
         self._released.clear()
-        for actor in self.actors:
-            actor.hang_up.options(concurrency_group=CONTROL).remote()  # at once: a step may wait for the dead
-        return self.call("rest")
+        # At once, for a step may wait for the dead.
+        hung_up = [actor.hang_up.options(concurrency_group=CONTROL).remote() for actor in self.actors]
+        return [*hung_up, *self.call("rest")]
 
     def lose(self) -> None:
         """Give the mesh up: its arrays are gone.  Processes that are left end when the fleet is mended."""

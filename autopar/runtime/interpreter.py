@@ -12,7 +12,7 @@ import jax
 from autopar.errors import InternalError
 from autopar.runtime.collectives import apply_moves
 from autopar.runtime.executor import partition_spec
-from autopar.runtime.transport import Message, Transport
+from autopar.runtime.transport import Message, Posted, Transport
 from autopar.schedule.cross_mesh import CrossMeshTransfer
 from autopar.schedule.instructions import Free, Instruction, Part, Receive, Run, Send, Slot
 
@@ -39,24 +39,41 @@ class Interpreter:
 
     def run(self, instructions: Sequence[Instruction], arrays: dict[Slot, jax.Array]) -> dict[Slot, jax.Array]:
         """What is left in the slots when all instructions are carried out (dispatched, that is)."""
+        posted: dict[Slot, tuple[int, Posted]] = {}
+
+        def read(slot: Slot) -> jax.Array:
+            if slot in posted:
+                transfer, land = posted.pop(slot)
+                arrays[slot] = self._finished(transfer, land())
+            return arrays[slot]
+
         for instruction in instructions:
             match instruction:
                 case Run(task, inputs, outputs, donated):
                     executable = self._executables[task.stage, task.part, task.segment]
-                    results = executable([arrays[slot] for slot in inputs])
+                    results = executable([read(slot) for slot in inputs])
                     for position in donated:
                         del arrays[inputs[position]]
                     arrays.update(zip(outputs, results, strict=True))
                 case Send(transfer, microbatch, source):
-                    self._other_meshes.send(Message(transfer, microbatch), arrays[source])
+                    self._other_meshes.send(Message(transfer, microbatch), read(source))
                 case Receive(transfer, microbatch, target):
-                    array = self._other_meshes.receive(Message(transfer, microbatch))
-                    finish = self._finish.get(transfer)
-                    arrays[target] = array if finish is None else finish(array)
+                    coming = self._other_meshes.receive(Message(transfer, microbatch))
+                    if isinstance(coming, jax.Array):
+                        arrays[target] = self._finished(transfer, coming)
+                    else:
+                        posted[target] = transfer, coming
                 case Free(slots):
                     for slot in slots:
-                        del arrays[slot]
+                        if posted.pop(slot, None) is None:
+                            del arrays[slot]
+        for slot in list(posted):
+            read(slot)
         return arrays
+
+    def _finished(self, transfer: int, landed: jax.Array) -> jax.Array:
+        finish = self._finish.get(transfer)
+        return landed if finish is None else finish(landed)
 
     @property
     def _other_meshes(self) -> Transport:

@@ -41,6 +41,7 @@ class MeshHost:
         self._step_seconds = 0.0
         self._gauges: Any = None
         self._exchange: Any = None
+        self._means_nothing = False  # what the arrays hold, from hanging up until they are forgotten
 
     def __repr__(self) -> str:
         return self._name  # Ray writes it before every line of this process's log
@@ -103,7 +104,7 @@ class MeshHost:
     def hang_up(self) -> None:
         """Let go of what waits for other meshes, before :meth:`rest`; may be called while a step runs."""
         if self._exchange is not None:
-            self._exchange.hang_up()
+            self._means_nothing |= self._exchange.hang_up()
 
     def warm(self, meshes: Iterable[Any]) -> None:
         """Run one small sum over every group of axes of some meshes: communicators are made now, not in a first step."""
@@ -187,6 +188,7 @@ class MeshHost:
 
     def rest(self) -> None:
         """After a failure elsewhere: wait for what was dispatched, whether it succeeds or not, and forget all arrays."""
+        self.hang_up()
         while self._running:
             _, done = self._running.popleft()
             done.exception()  # it may have waited for what has failed
@@ -194,6 +196,7 @@ class MeshHost:
         self._snapshots.clear()
         self._finished.clear()
         self._since = None
+        self._means_nothing = False
 
     def pulse(self) -> int:
         """A sign of life: the step that this process is in."""
@@ -276,7 +279,9 @@ class MeshHost:
             array = jax.random.key_data(array)
         shards = {shard.device: shard.data for shard in array.addressable_shards}
         devices = list(array.sharding.mesh.devices.flat)
-        return [np.array(shards[devices[position]]) for position in positions]
+        pieces = [np.array(shards[devices[position]]) for position in positions]
+        self._check_meaning()
+        return pieces
 
     def snapshot(self, token: int, arrays: Sequence[Any]) -> None:
         """Copy the pieces of some arrays that this process is the first to hold: (number, where) each."""
@@ -300,6 +305,7 @@ class MeshHost:
                     if devices[position] in shards
                 ]
             )
+        self._check_meaning()
         self._snapshots[token] = copies
 
     def write_snapshot(self, token: int, stored: Sequence[Any]) -> None:
@@ -367,6 +373,13 @@ class MeshHost:
         import jax
 
         jax.block_until_ready(self._array(number))
+
+    def _check_meaning(self) -> None:
+        """Raise if messages were given up meanwhile; to be asked when a value was read, for it may have waited for them."""
+        if self._means_nothing:
+            from autopar.errors import WorkerError
+
+            raise WorkerError(f"{self._name} has given its arrays up after a failure elsewhere")
 
     def _array(self, number: int) -> Any:
         """An array that was made or given; raises what its step raised."""

@@ -36,7 +36,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autopar.errors import InternalError, TransportError
 from autopar.runtime.cross_mesh import Receiver
 from autopar.runtime.shipment import Wire
-from autopar.runtime.transport import Message
+from autopar.runtime.transport import Message, Posted
 from autopar.runtime.wire_ends import Arrival, Departure, words_of, zeros
 
 IN_FLIGHT_BYTES = 1 << 30
@@ -64,6 +64,9 @@ class Mark(Protocol):
     def wait(self) -> None:
         """Return when it has.  Raises ``TransportError`` if it never will, as far as that is noticed."""
 
+    def go_before(self, handle: int | None) -> None:
+        """Make another stream wait for it; None: :meth:`wait`."""
+
 
 class Stream(Protocol):
     """The queue of one device in which messages are carried out one after the other."""
@@ -74,9 +77,6 @@ class Stream(Protocol):
 
     def mark(self) -> Mark:
         """The end of the stream as it is now."""
-
-    def go_before(self, handle: int | None) -> None:
-        """Make another stream wait for all that is in this one now; None: this thread waits."""
 
 
 class Communicator(Protocol):
@@ -176,16 +176,20 @@ class Station:
                 self._ranks[pair.name] = joined
         return {number: self._ranks[pair.name][rank] for rank, number in own.items()}
 
-    def lend(self, device: int, memory: Sequence[Any], size_bytes: int) -> None:
-        """Hold memory until all that is in the device's stream now is over; waits if too much is held already."""
-        held = self._lent[device]
-        held.append(_Lent(self._streams[device].mark(), memory, size_bytes))
+    def lend(self, device: int, memory: Sequence[Any], size_bytes: int) -> Mark:
+        """Hold memory until all that is in the device's stream now is over, which is returned.
+
+        Waits if more is held than the limit, for the oldest.
+        """
+        held, mark = self._lent[device], self._streams[device].mark()
+        held.append(_Lent(mark, memory, size_bytes))
         self._lent_bytes[device] += size_bytes
         while len(held) > 1 and self._lent_bytes[device] > self._limit_bytes:
             held[0].mark.wait()
             self._take_back(device)
         while held and held[0].mark.is_over():
             self._take_back(device)
+        return mark
 
     def settle(self) -> None:
         """Wait until all messages are over, and hold nothing any more."""
@@ -251,7 +255,7 @@ class NcclTransport:
             if (leaving := self._outgoing.get(number)) is not None:
                 leaving.send(leaving.zeros())
             else:
-                self._incoming[number].receive()
+                self._incoming[number].receive()()
         self._station.settle()
 
     def begin(self, step: int) -> None:
@@ -265,8 +269,11 @@ class NcclTransport:
         self._station.check()
         end.send(array)
 
-    def receive(self, message: Message) -> jax.Array:
-        """Receive the cells and join them; see :class:`~autopar.runtime.transport.Transport`."""
+    def receive(self, message: Message) -> Posted:
+        """Receive the cells, and join them when the array is read; see :class:`~autopar.runtime.transport.Transport`.
+
+        A device runs its programs one after the other, and one that joins what has not come would keep all others waiting.
+        """
         if (end := self._incoming.get(message.transfer)) is None:
             raise InternalError(f"{message} does not come to this mesh; report this with the program")
         self._station.check()
@@ -320,8 +327,9 @@ class _Outgoing:
                 count, word = _words(cell)
                 pointer = cell.unsafe_buffer_pointer()
                 self._ranks[device].send(pointer, count, word, peer, station.stream(device))
-        for device, cell, capsule in lent:
-            station.lend(device, (cell, capsule), cell.nbytes)
+        for device in dict.fromkeys(device for device, *_ in lent):
+            own = [(cell, capsule) for there, cell, capsule in lent if there == device]
+            station.lend(device, own, sum(cell.nbytes for cell, _ in own))
 
 
 class _Incoming:
@@ -344,13 +352,11 @@ class _Incoming:
         with jax.disable_jit(False), jax.set_mesh(mesh):  # the one in scope may be the user's
             self._blank = jax.jit(make, out_shardings=(whole,) * self._count).lower().compile()
 
-    def receive(self) -> jax.Array:
-        """The array of the cells that will have come: one group."""
+    def receive(self) -> Posted:
+        """Receive the cells: one group."""
         station = self._station
-        if not self._arrival.transfer.tiles:
-            return self._arrival.land({})
-        blanks = _by_device(self._blank())
-        landings: dict[Receiver, _Landing] = {
+        blanks = _by_device(self._blank()) if self._cells else []
+        landings = {
             to: _Landing(blanks[to[1]][station.device(device)], station.stream(device)) for to, device, _ in self._cells
         }
         with station.group():
@@ -359,25 +365,30 @@ class _Incoming:
                 count, word = _words(memory)
                 pointer = memory.unsafe_buffer_pointer()
                 self._ranks[device].receive(pointer, count, word, peer, station.stream(device))
-        for to, device, _ in self._cells:
-            station.lend(device, (landings[to].memory,), landings[to].memory.nbytes)
-        return self._arrival.land(
-            {to: self._taken(landings[to], station.device(device)) for to, device, _ in self._cells}
-        )
+        for device in dict.fromkeys(device for _, device, _ in self._cells):
+            own = [landings[to] for to, there, _ in self._cells if there == device]
+            mark = station.lend(device, [one.memory for one in own], sum(one.memory.nbytes for one in own))
+            for one in own:
+                one.mark = mark
+        return partial(self._land, landings)
 
-    def _taken(self, landing: _Landing, device: Any) -> jax.Array:
-        """A landed cell as an array of JAX's."""
-        cell = jax.dlpack.from_dlpack(landing, device=device)
-        # What came by DLPack must not be donated; a join makes a new array, where there is something to join.
-        return cell.copy() if self._count == 1 else cell
+    def _land(self, landings: Mapping[Receiver, _Landing]) -> jax.Array:
+        cells = {
+            to: jax.dlpack.from_dlpack(landings[to], device=self._station.device(device))
+            for to, device, _ in self._cells
+        }
+        if self._count == 1:
+            # What came by DLPack must not be donated; a join makes a new array, where there is something to join.
+            cells = {to: cell.copy() for to, cell in cells.items()}
+        return self._arrival.land(cells)
 
 
 class _Landing:
-    """Memory into which a stream receives, as DLPack asks for it: whoever reads it waits for the stream first."""
+    """Memory into which a stream receives, as DLPack asks for it: whoever reads it waits for ``mark`` first."""
 
     def __init__(self, memory: Any, stream: Stream) -> None:
         self.memory = memory
-        self._stream = stream
+        self.mark: Mark | None = None
         # Asked for before the receive is in the stream: it waits until the memory is there.
         self._capsule = memory.__dlpack__(stream=stream.handle)
 
@@ -385,7 +396,9 @@ class _Landing:
         return self.memory.__dlpack_device__()
 
     def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
-        self._stream.go_before(stream)
+        if self.mark is None:
+            raise InternalError("memory is read into which nothing was received; report this")
+        self.mark.go_before(stream)
         return self._capsule
 
 

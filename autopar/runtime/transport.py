@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import jax
 
@@ -35,13 +35,17 @@ class Message:
         return f"transfer {self.transfer}" + (f" of microbatch {self.microbatch}" if self.microbatch >= 0 else "")
 
 
+Posted: TypeAlias = Callable[[], jax.Array]
+"""An array that is on its way and is put together when it is first read: to be called once, by the mesh's own thread."""
+
+
 class Transport(Protocol):
     """What an interpreter of instructions needs to exchange values with other meshes."""
 
     def send(self, message: Message, array: jax.Array) -> None:
         """Send an array that lies on the transfer's source; it may be donated or deleted afterwards."""
 
-    def receive(self, message: Message) -> jax.Array:
+    def receive(self, message: Message) -> jax.Array | Posted:
         """The array in the transfer's landing layout; waits until it was sent, not until it is computed.
 
         Raises ``TransportError`` if it does not come.
