@@ -22,6 +22,7 @@ def number_of_gpus() -> int:
 def test_arrays_and_pipelines_over_nccl() -> None:
     if (count := number_of_gpus()) < 2:
         pytest.skip(f"{count} GPUs are here, and two are needed")
+    pytest.importorskip("cupy", reason="the extra nccl is not installed")
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment |= {
         "JAX_PLATFORMS": "cuda,cpu",

@@ -11,8 +11,8 @@ proves it of every pipeline).  Nothing in a stream waits for what a list starts 
 
 *Readiness.*  What is sent is lent by DLPack, which makes our stream wait until it is computed.  What is received lands in
 memory of JAX's own, lent to us likewise, and becomes an array whose readers' streams wait for ours.  The host waits for
-neither.  Lent memory is held until the stream has passed, for its owner would give it to others sooner; of that there is
-never more than a limit, at which the host does wait, for the oldest.
+neither.  Lent memory is held until the stream has passed, for its owner would give it to others sooner; beyond a limit the
+host does wait, for the oldest.
 
 What is needed of NCCL and of streams is small and stands in protocols, so that something else can keep their rules in tests.
 """
@@ -40,7 +40,7 @@ from autopar.runtime.transport import Message, Posted
 from autopar.runtime.wire_ends import Arrival, Departure, words_of, zeros
 
 IN_FLIGHT_BYTES = 1 << 30
-"""So many bytes of each device may be lent to messages that are not over."""
+"""So many bytes of each device may be lent to messages that are not over, besides the last."""
 
 UniqueId: TypeAlias = bytes | tuple[int, ...]
 """NCCL's name of a communicator, as its library gives it and wants it back (cupy 13: numbers, cupy 14: bytes)."""

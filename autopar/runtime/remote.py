@@ -98,7 +98,11 @@ class RemoteExecutor:
             for world, mesh, digest in zip(self.worlds, meshes, self._digests, strict=True)
             for ref in world.call("load", mesh, peers, digest)
         ]
-        collected(refs, COMPILING_SECONDS, "the meshes to compile")
+        try:
+            collected(refs, COMPILING_SECONDS, "the meshes to compile")
+        except WorkerError:
+            self._fleet.hurt()  # others may wait for the one that failed, to connect
+            raise
         self._pending.clear()
         self._slowest_seconds, self._measured = 0.0, 0
 
