@@ -167,8 +167,7 @@ def driver(tmp_path: Path, more: str) -> Any:
             """
             import time, autopar
             from functools import partial
-            from tests.pipelines import folded
-from tests.ray_cases import batch_of, create, train_step
+            from tests.ray_cases import batch_of, create, train_step
             cluster = autopar.Cluster.ray("auto", hosts=2, devices_per_host=1)
             step = autopar.parallelize(train_step, cluster=cluster)
             state = step.init(partial(create, 0), batch_of(0))
