@@ -330,6 +330,11 @@ def aval_of(value: Any) -> Any:
     return jax.typeof(value)
 
 
+def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and weak type of an abstract value."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=is_weak(aval))
+
+
 def is_weak(aval: Any) -> bool:
     """Whether the aval's dtype gives way to others (a Python scalar's)."""
     return bool(getattr(aval, "weak_type", False))

@@ -13,6 +13,7 @@ import jax
 from jax import tree_util
 from jax.sharding import PartitionSpec
 
+from autopar._compat import shape_of
 from autopar.agreed_plans import NO_STAGES, agreed_plan
 from autopar.cluster import Cluster
 from autopar.collector import paused_collector
@@ -179,7 +180,8 @@ class Parallelized:
         """The traced initialiser, the shapes of what it returns, the plan, and the stages of its leaves."""
         _check_initialiser(init_fn)
         traced = trace(init_fn, (), {})
-        leaves = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.out_avals]
+        # Weak types too: the state is to be what init_fn gives, and jax.eval_shape says of it.
+        leaves = [shape_of(aval) for aval in traced.out_avals]
         shapes = tree_util.tree_unflatten(traced.out_tree, leaves)
         subject, plan = self._planned_or_in_use((shapes, *rest), kwargs, self.cluster, None)
         if len(leaves) > subject.program.in_tree.num_leaves:

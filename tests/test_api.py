@@ -145,6 +145,26 @@ def test_new_batch_size_keeps_the_plan_that_divides_and_plans_anew_otherwise(cou
 # -------------------------------------------------------------------------------- the first state
 
 
+def test_a_plan_made_from_shapes_is_one_of_the_state_that_init_makes(tmp_path: Path) -> None:
+    def make() -> Any:
+        return {"w": jnp.ones((8, 8)), "step": 0}  # as Flax counts steps: an integer of Python's
+
+    def step(state: Any, x: jax.Array) -> Any:
+        loss, gradient = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
+        return {"w": state["w"] - 0.1 * gradient, "step": state["step"] + 1}, loss
+
+    x = np.ones((8, 8), np.float32)
+    autopar.parallelize(step).plan(jax.eval_shape(make), x).save(tmp_path / "plan.json")
+    parallel = autopar.parallelize(step)
+    parallel.use(autopar.Plan.load(tmp_path / "plan.json"))
+    state = parallel.init(make, x)
+    for _ in range(2):
+        state, _ = parallel(state, x)
+    expected, _ = step(step(make(), x)[0], x)
+    np.testing.assert_allclose(np.asarray(state["w"]), np.asarray(expected["w"]), rtol=1e-5)
+    assert int(state["step"]) == 2
+
+
 def test_init_gives_the_initialisers_numbers_in_pieces_and_traces_it_once(counts: Counts) -> None:
     def init() -> State:
         counts.traced += 1

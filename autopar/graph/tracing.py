@@ -253,7 +253,7 @@ def trace(
         result.append((out_keys, out_tree))
         return [leaf for _, leaf in with_path]
 
-    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=_compat.is_weak(aval)) for aval in avals]
+    shapes = [_compat.shape_of(aval) for aval in avals]
     try:
         with jax.disable_jit(False):  # without jit a loop would run in Python, on values that have none yet
             closed = jax.make_jaxpr(flat)(*shapes)
@@ -300,7 +300,7 @@ def retracer(
 
     ``static`` are the options of :func:`trace`. The answer holds shapes only, none of the call's arrays.
     """
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=_compat.is_weak(a)) for a in program.in_avals]
+    shapes = [_compat.shape_of(aval) for aval in program.in_avals]
     args, kwargs = call.rebuild(shapes[: len(call.leaves)])
     abstract = flatten_call(function, args, kwargs, **static)
 

@@ -46,7 +46,7 @@ def accumulated(program: TracedProgram, examples: Examples, batch: Sequence[int]
     avals = list(program.in_avals)
     for position in batch:
         avals[position] = folded(avals[position], count)
-    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=_compat.is_weak(aval)) for aval in avals]
+    shapes = [_compat.shape_of(aval) for aval in avals]
     flat = inline(jax.make_jaxpr(Rewriting(examples, frozenset(batch)).step)(*shapes))
     assert not _compat.consts_of(flat)  # constants of the first trace are inputs, and the rewriting makes none
     return replace(program, jaxpr=flat, in_avals=tuple(avals))

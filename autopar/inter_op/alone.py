@@ -82,7 +82,7 @@ def each_alone(twin: Twin, batch: Sequence[int], terms: Terms) -> TracedProgram:
         raise PlanError(
             f"{twin.whole.name} closes over an array whose size follows the batch; make it inside the function"
         )
-    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=_compat.is_weak(aval)) for aval in avals]
+    shapes = [_compat.shape_of(aval) for aval in avals]
     flat = inline(jax.make_jaxpr(_Rewriting(twin, batch, terms).step)(*shapes))
     assert not _compat.consts_of(flat)  # constants of the first trace are inputs, and the rewriting makes none
     return replace(twin.whole, jaxpr=flat, in_avals=tuple(avals))

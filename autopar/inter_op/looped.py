@@ -75,7 +75,7 @@ def as_one_trip(program: TracedProgram, graph: Graph, batch: Sequence[int]) -> T
     for position in batch:
         aval = avals[position]
         avals[position] = _compat.aval_of(jax.ShapeDtypeStruct(folded_shape(aval.shape, 1), aval.dtype))
-    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=_compat.is_weak(aval)) for aval in avals]
+    shapes = [_compat.shape_of(aval) for aval in avals]
     flat = inline(jax.make_jaxpr(_OneTrip(graph, frozenset(batch)).step)(*shapes))
     assert not _compat.consts_of(flat)  # constants of the first trace are inputs
     return replace(program, jaxpr=flat, in_avals=tuple(avals))
@@ -141,9 +141,7 @@ def with_open_branches(program: TracedProgram) -> TracedProgram:
     def step(*arguments: Any) -> list[Any]:
         return _evaluate_opened(jaxpr, arguments)
 
-    shapes = [
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=_compat.is_weak(aval)) for aval in program.in_avals
-    ]
+    shapes = [_compat.shape_of(aval) for aval in program.in_avals]
     flat = inline(jax.make_jaxpr(step)(*shapes))
     assert not _compat.consts_of(flat)
     return replace(program, jaxpr=flat)
