@@ -71,8 +71,7 @@ def drive(hosts: Hosts, model_name: str, rates: Sequence[int], links: Mapping[st
     model = model_of(model_name)
     found = Cluster.ray("auto", devices_per_host=DEVICES)
     rows: list[Row] = []
-    # The first state is born by ``init``, of whose leaves none is weakly typed.
-    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), model.abstract_state())
+    state = model.abstract_state()
     known: list[list[tuple[int, str, Plan]]] = []
     step = autopar.parallelize(model.train_step)
     for mbit in rates:
