@@ -29,7 +29,6 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import jax
 from rich.console import Console
 from rich.table import Table
 
