@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -94,6 +96,33 @@ def test_losses_are_those_of_an_undisturbed_run(
     assert len(run.restarts) == 1
     after = set(workers_of(step))
     assert len(after & before) == len(before) - 1, "only the mesh that failed is built anew"
+
+
+@pytest.mark.verify
+def test_a_host_that_answers_and_gets_nowhere(
+    cluster: autopar.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user's own reader hangs, once: every process gives its signs of life, and no step ends."""
+    monkeypatch.setattr("autopar.runtime.remote.HANGING_SECONDS", 2.0)
+    monkeypatch.setattr("autopar.runtime.remote.FIRST_STEP_SECONDS", 10.0)
+    hung, rows_of = tmp_path / "hung", batch_of
+
+    def read(step: int, rows: slice) -> Any:
+        if step == 4 and not hung.exists():
+            hung.touch()
+            time.sleep(600)
+        return {name: leaf[rows] for name, leaf in rows_of(step).items()}
+
+    step = autopar.parallelize(train_step, cluster=cluster, method="data_parallel")
+    data = autopar.HostData(read, batch_of(0))
+    wanted = losses(autopar.Run(step, make, batches, steps=8))
+    checkpoints = autopar.Checkpoints(tmp_path / "run", every_steps=2)
+    run = autopar.Run(
+        step, make, lambda first: map(data.__getitem__, itertools.count(first)), steps=8, checkpoints=checkpoints
+    )
+    np.testing.assert_array_equal(losses(run), wanted)
+    assert len(run.restarts) == 1
+    assert "waited" in run.restarts[0]
 
 
 def test_too_many_failures_name_the_checkpoints(step: autopar.Parallelized, tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ from autopar.runtime.waiting import (
     FETCHING_SECONDS,
     RESTING_SECONDS,
     SILENT_SECONDS,
+    SLOWEST_BYTES_PER_SECOND,
     STARTING_SECONDS,
     checked,
     collected,
@@ -213,6 +214,7 @@ class MeshWorld:
         self._released: deque[int] = deque()
         self._lock = threading.Lock()
         self._warmed: set[Mesh] = set()
+        self._step_limits: dict[str, float] = {}
         self._service: Any = None
         self._pids: list[int] = []
         self._readers: set[int] = set()
@@ -277,6 +279,15 @@ class MeshWorld:
     def devices_of(self, rank: int) -> list[int]:
         """The cluster's devices of a process."""
         return self._by_rank[rank]
+
+    def expect(self, program: str, step_seconds: float) -> None:
+        """Tell how long a step of a program may take before it counts as hanging."""
+        self._step_limits[program] = step_seconds
+
+    @property
+    def limit_seconds(self) -> float:
+        """How long what the processes were told may take them: a step, and a copy of the state before it."""
+        return 2 * max(self._step_limits.values(), default=FETCHING_SECONDS)
 
     def warm(self, meshes: Sequence[Mesh]) -> list[Any]:
         """Make the communicators of logical meshes, where there are several processes."""
@@ -406,7 +417,8 @@ class MeshWorld:
         for position in holders.values():
             asked.setdefault(rank_of[array.where.devices[position]], []).append(position)
         refs = [self.actors[rank].fetch.remote(array.number, positions) for rank, positions in asked.items()]
-        answers = self.collected(refs, FETCHING_SECONDS, f"{self.name} to send an array")
+        limit_seconds = self.limit_seconds + array.nbytes / SLOWEST_BYTES_PER_SECOND
+        answers = self.collected(refs, limit_seconds, f"{self.name} to send an array")
         whole: np.ndarray[Any, Any] | None = None
         for positions, pieces in zip(asked.values(), answers, strict=True):
             for position, piece in zip(positions, pieces, strict=True):
@@ -420,7 +432,7 @@ class MeshWorld:
 
     def wait(self, array: DistributedArray) -> None:
         """Return when an array is there."""
-        self.collected(self.call("wait", array.number), FETCHING_SECONDS, f"{self.name} to compute an array")
+        self.collected(self.call("wait", array.number), self.limit_seconds, f"{self.name} to compute an array")
 
     def release(self, number: int) -> None:
         """Remember to free an array; may be called by any thread, at any time."""

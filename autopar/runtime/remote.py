@@ -105,6 +105,11 @@ class RemoteExecutor:
             raise
         self._pending.clear()
         self._slowest_seconds, self._measured = 0.0, 0
+        self._expect()
+
+    def _expect(self) -> None:
+        for world, digest in zip(self.worlds, self._digests, strict=True):
+            world.expect(digest, self._limit_seconds())
 
     @property
     def fleet(self) -> Fleet:
@@ -163,6 +168,7 @@ class RemoteExecutor:
             for seconds in report.finished.values():
                 self._slowest_seconds = max(self._slowest_seconds, seconds)
                 self._measured += 1
+        self._expect()
 
     def _limit_seconds(self) -> float:
         if self._measured < len(self.worlds):

@@ -12,6 +12,9 @@ STARTING_SECONDS = 120.0
 """So long the processes of a mesh may take to start and to meet."""
 COMPILING_SECONDS = 1800.0
 FETCHING_SECONDS = 600.0
+"""So long the hosts may take to copy, to write or to read a state."""
+SLOWEST_BYTES_PER_SECOND = 1e6
+"""An array that comes more slowly does not come."""
 PULSE_SECONDS = 2.0
 """So often processes are asked for a sign of life while they are waited for."""
 SILENT_SECONDS = 10.0
