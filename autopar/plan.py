@@ -175,14 +175,16 @@ class Schedule(Enum):
     ONE_F_ONE_B = "1f1b"
     EAGER_ONE_F_ONE_B = "eager_1f1b"
     INTERLEAVED_ONE_F_ONE_B = "interleaved_1f1b"
+    ZERO_BUBBLE_H1 = "zb_h1"
     OWN = "own"
 
 
 class Pass(Enum):
-    """One way of a microbatch through a stage."""
+    """One way of a microbatch through a stage; ``WEIGHT`` is what of the backward pass no other stage waits for."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    WEIGHT = "weight"
 
 
 OrderEntry = tuple[Pass, int, int]

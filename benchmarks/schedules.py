@@ -42,6 +42,7 @@ SCHEDULES = (
     Schedule.ONE_F_ONE_B,
     Schedule.EAGER_ONE_F_ONE_B,
     Schedule.INTERLEAVED_ONE_F_ONE_B,
+    Schedule.ZERO_BUBBLE_H1,
 )
 LINKS = {
     "fast: 10 µs, 10 GB/s": Link(1e-5, 1e10),

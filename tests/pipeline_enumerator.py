@@ -25,10 +25,11 @@ import numpy as np
 from autopar.cluster import Cluster, DeviceKind, Link, Mesh, Platform
 from autopar.cost_model.pipeline import StageCost, simulate_pipeline, stage_cost, transfers_of
 from autopar.graph.build import build_graph
+from autopar.graph.ir import Graph
 from autopar.inter_op.cut import cut
 from autopar.inter_op.placing import forward_operators
 from autopar.intra_op.restrict import Restriction
-from autopar.intra_op.search import Task, search
+from autopar.intra_op.search import Found, Task, search
 from autopar.plan import Schedule
 from autopar.schedule.orders import make_order
 from autopar.schedule.pipeline import StageLowering, lower_stage, pipeline_of
@@ -36,7 +37,7 @@ from autopar.schedule.stage_program import StageProgram
 from benchmarks.models import Batch, Model
 from tests.toy_pipelines import Step, step_of
 
-SEVERAL = (Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.EAGER_ONE_F_ONE_B)
+SEVERAL = (Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.EAGER_ONE_F_ONE_B, Schedule.ZERO_BUBBLE_H1)
 MAX_AXES = 2
 
 
@@ -166,7 +167,8 @@ class _Referee:
         self._case = case
         self._step = case.step(count)
         self.boundaries = case.boundaries(self._step)
-        self._solved: dict[tuple[tuple[int, ...], int, tuple[int, int], Mesh], tuple[StageLowering, StageCost]] = {}
+        self._solved: dict[tuple[tuple[int, ...], int, tuple[int, int], Mesh], tuple[Graph, Found]] = {}
+        self._lowered: dict[tuple[Any, ...], tuple[StageLowering, StageCost]] = {}
 
     def measure(self, candidate: Candidate) -> tuple[float, float]:
         """Seconds of a step, and the most bytes on a device."""
@@ -177,9 +179,14 @@ class _Referee:
         ):
             part = _part(self._case.cluster, run)
             key = (candidate.cuts, number, (part.hosts, part.devices_per_host), mesh)
-            if key not in self._solved:
-                self._solved[key] = self._solve(program, part, mesh)
-            stage, cost = self._solved[key]
+            splits_backward = candidate.schedule is Schedule.ZERO_BUBBLE_H1
+            if (*key, splits_backward) not in self._lowered:
+                if key not in self._solved:
+                    self._solved[key] = self._solve(program, part, mesh)
+                graph, found = self._solved[key]
+                one = lower_stage(program, graph, found.stage, splits_backward=splits_backward)
+                self._lowered[*key, splits_backward] = one, stage_cost(one, found.problem.fusion, part)
+            stage, cost = self._lowered[*key, splits_backward]
             lowered.append(replace(stage, stage=replace(stage.stage, devices=run)))
             costs.append(cost)
         num_meshes = len(set(candidate.devices))
@@ -189,7 +196,7 @@ class _Referee:
         simulation = simulate_pipeline(pipeline, costs, transfers, self._case.cluster)
         return simulation.step_seconds, max(simulation.peak_bytes)
 
-    def _solve(self, program: StageProgram, part: Cluster, mesh: Mesh) -> tuple[StageLowering, StageCost]:
+    def _solve(self, program: StageProgram, part: Cluster, mesh: Mesh) -> tuple[Graph, Found]:
         graph = build_graph(program.jaxpr, platform=part.device.platform.value)
         found = search(
             Task(
@@ -202,8 +209,7 @@ class _Referee:
                 restriction=lambda mesh: Restriction(),
             )
         )
-        lowered = lower_stage(program, graph, found.stage)
-        return lowered, stage_cost(lowered, found.problem.fusion, part)
+        return graph, found
 
 
 # --- cases ------------------------------------------------------------------------------------------------------------

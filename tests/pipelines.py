@@ -57,6 +57,21 @@ def chain(num_stages: int) -> tuple[list[StageInterface], list[Passage]]:
     return stages, passages
 
 
+def split_chain(num_stages: int) -> tuple[list[StageInterface], list[Passage]]:
+    """The same with the gradients of weights apart: they read the residuals, and what the backward pass left for them."""
+    stages, passages = chain(num_stages)
+    left = 8
+    for number, one in enumerate(stages):
+        before, forward, _, after = one.executables
+        first, last = number == 0, number == num_stages - 1
+        operands = (STATE, RESIDUAL) if last else (STATE, RESIDUAL, GRADIENT_IN)
+        backward = Executable(Part.BACKWARD, operands, (left,) if first else (left, GRADIENT_OUT))
+        weight = Executable(Part.WEIGHT, (RESIDUAL, left, SUM), (SUM,))
+        kinds = {**one.kinds, left: Kind.EACH}
+        stages[number] = StageInterface((before, forward, backward, weight, after), kinds, one.given, one.kept)
+    return stages, passages
+
+
 class _Drawn:
     """A random pipeline while it grows; every name is fresh."""
 

@@ -127,6 +127,39 @@ def test_the_interleaved_order_keeps_its_promises(
             assert [task.microbatch for task in passes] == list(range(microbatches))
 
 
+def test_the_order_with_weights_apart_by_hand() -> None:
+    order = make_order(Schedule.ZERO_BUBBLE_H1, 3, 4)
+    assert letters(order, 0) == "F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3"
+    assert letters(order, 1) == "F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3"
+    assert letters(order, 2) == "F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3"
+
+
+@given(counts, counts, st.integers(1, 5), st.integers(0, 4), st.integers(0, 4))
+def test_weights_apart_fill_the_bubble(
+    stages: int, microbatches: int, weight: int, forward: int, backward: int
+) -> None:
+    """Where W takes no longer than F and B; no more microbatches are in flight anywhere than 1F1B has on the first stage."""
+    order = make_order(Schedule.ZERO_BUBBLE_H1, stages, microbatches)
+    check_order(order)
+    each = {Part.FORWARD: weight + forward, Part.BACKWARD: weight + backward, Part.WEIGHT: weight}
+    total = sum(each.values())
+    seconds = seconds_of(order, lambda task: each[task.part])
+    if microbatches >= stages:
+        assert seconds == microbatches * total + (stages - 1) * (total - 2 * weight)
+    assert seconds <= (microbatches + stages - 1) * total
+    for stage in range(stages):
+        assert in_flight(order, stage) == min(microbatches, stages)
+    assert from_entries(as_entries(order), stages, microbatches) == order
+
+
+def test_weights_are_apart_for_all_or_for_none() -> None:
+    order = make_order(Schedule.ZERO_BUBBLE_H1, 1, 2)
+    with pytest.raises(ScheduleError, match="lacks weight of stage 0, microbatch 1; add it"):
+        check_order(Order(1, 2, (order.meshes[0][:-1],)))
+    with pytest.raises(ScheduleError, match="weight of stage 0, microbatch 0, which needs backward of stage 0"):
+        check_order(Order(1, 1, ((Task.forward(0, 0), Task.weight(0, 0), Task.backward(0, 0)),)))
+
+
 def test_an_order_survives_as_data() -> None:
     order = dealt(2, 3, 5)
     assert from_entries(as_entries(order), 6, 5) == order

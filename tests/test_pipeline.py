@@ -25,6 +25,7 @@ from autopar import Order
 from autopar.errors import PlanError, TraceError
 from autopar.plan import Plan, Schedule
 from autopar.schedule.instructions import Part
+from autopar.schedule.spmd import Run as RunStep
 from autopar.schedule.verify import verify_program
 from tests.pipelines import folded
 from tests.test_correctness import wrong_leaves
@@ -259,6 +260,44 @@ def test_values_stay_on_a_mesh_in_another_layout() -> None:
     assert moves
     for move in moves:  # a new array, even where the layout is the same: the old one may be donated
         assert step.last.executor.executables[move].memory_analysis().alias_size_in_bytes == 0
+
+
+def test_gradients_of_weights_are_apart_where_nobody_waits_for_them(tmp_path: Path) -> None:
+    step = pipeline(train_step, 2, 4, schedule="zb_h1", mesh_shape=(2, 2))
+    expected = after_two(jax.jit(train_step), make_state())
+    same(after_two(step, step.init(make_state, examples())), expected)
+    first, second = ({key[1] for key in step.last.executor.executables if key[0] == stage} for stage in (0, 1))
+    assert Part.BACKWARD not in first, "no stage waits for the first one"
+    assert {Part.BACKWARD, Part.WEIGHT} <= second
+    products = {
+        part: sum(
+            one.operator.primitive == "dot_general"
+            for one in step.last.runs.stages[1].slices.executable(part).steps
+            if isinstance(one, RunStep)
+        )
+        for part in (Part.BACKWARD, Part.WEIGHT)
+    }
+    assert products == {Part.BACKWARD: LAYERS // 2, Part.WEIGHT: LAYERS // 2}
+    step.last.plan.save(tmp_path / "plan.json")
+    again = autopar.parallelize(train_step, cluster=eight_slow_devices())
+    again.use(Plan.load(tmp_path / "plan.json"))
+    same(after_two(again, again.init(make_state, examples())), expected)
+
+
+def test_a_loop_over_layers_is_not_taken_apart() -> None:
+    """Its backward pass makes the gradients of input and weights together, so all of it is what the stage before waits for."""
+
+    def scanned(params: Any, batch: Any) -> jax.Array:
+        (first, *rest), x = params.values(), batch["x"]
+        x = jnp.tanh(x @ first["kernel"] + first["bias"])
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *rest)
+        x, _ = jax.lax.scan(lambda x, one: (jnp.tanh(x @ one["kernel"] + one["bias"]), None), x, stacked)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    step = pipeline(step_of(scanned), 2, 4, schedule="zb_h1", mesh_shape=(4,))
+    same(after_two(step, step.init(make_state, examples())), after_two(jax.jit(step_of(scanned)), make_state()))
+    parts = {key[1] for key in step.last.executor.executables if key[0] == 1}
+    assert Part.BACKWARD in parts and Part.WEIGHT not in parts
 
 
 def test_more_stages_on_a_mesh_are_searched() -> None:

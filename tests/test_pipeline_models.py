@@ -111,6 +111,7 @@ class Row:
 
 PIPELINED = (Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.EAGER_ONE_F_ONE_B)
 DEALT = (Schedule.INTERLEAVED_ONE_F_ONE_B,)
+SPLIT = (Schedule.ZERO_BUBBLE_H1,)
 
 
 def product(models: Iterable[str], schedules: Mapping[int, Sequence[Schedule]]) -> list[Row]:
@@ -202,7 +203,9 @@ def test_every_pair_of_choices(row: Row) -> None:
 
 
 @pytest.mark.verify
-@pytest.mark.parametrize("row", product(MODELS, {**ALONE, 4: (*PIPELINED, *DEALT)}), ids=str)
+@pytest.mark.parametrize(
+    "row", product(MODELS, {**ALONE, 2: (*PIPELINED, *SPLIT), 4: (*PIPELINED, *DEALT, *SPLIT)}), ids=str
+)
 def test_every_model_schedule_and_size(row: Row) -> None:
     check_or_refusal(row)
 
@@ -211,6 +214,11 @@ def test_every_model_schedule_and_size(row: Row) -> None:
 def test_stages_that_are_dealt_round(row: Row) -> None:
     """A tied embedding and a clipped norm; skip connections from stage to stage on one mesh."""
     check(row, lambda model, row: pipeline(model, row).with_options(mesh_shape=(2, 2)))
+
+
+@pytest.mark.parametrize("row", [Row("gpt", 4, 4, *SPLIT), Row("unet", 2, 4, *SPLIT)], ids=str)
+def test_gradients_of_weights_apart(row: Row) -> None:
+    check(row, lambda model, row: pipeline(model, row).with_options(mesh_shape=MESH_SHAPES[row.stages]))
 
 
 @pytest.mark.parametrize(

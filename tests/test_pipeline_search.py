@@ -61,7 +61,7 @@ def test_pipelines_win_where_the_network_is_slow_and_only_there() -> None:
 
 
 def test_no_pipeline_keeps_a_budget_that_is_too_small() -> None:
-    with pytest.raises(ValueError, match="none of 22 pipelines"):
+    with pytest.raises(ValueError, match="none of 28 pipelines"):
         best_of(replace(CASES[SLOW], budget_bytes=60_000))
 
 
@@ -125,16 +125,31 @@ def found_for(case: Case, wanted: Wanted, budget_bytes: float = float("inf")) ->
 
 
 DEALT, ALONE = Wanted(schedule=Schedule.INTERLEAVED_ONE_F_ONE_B), Wanted(stages_per_mesh=1)
+PLAIN = Wanted(schedule=Schedule.ONE_F_ONE_B)
 
 
 def test_stages_are_dealt_where_that_pays_and_only_there() -> None:
     near, far = eight_layers(1e-5), eight_layers(3e-2)
     free, dealt, alone = (found_for(near, wanted) for wanted in (Wanted(), DEALT, ALONE))
     assert free.arrangement.schedule is Schedule.INTERLEAVED_ONE_F_ONE_B and len(free.arrangement.sharing) == 2
-    assert free.step_seconds == dealt.step_seconds < 0.95 * alone.step_seconds
+    assert free.step_seconds == dealt.step_seconds < alone.step_seconds
+    assert dealt.step_seconds < 0.95 * found_for(near, PLAIN).step_seconds
     free, dealt, alone = (found_for(far, wanted) for wanted in (Wanted(), DEALT, ALONE))
     assert free.step_seconds == alone.step_seconds < dealt.step_seconds
     assert len(free.arrangement.sharing) == len(free.arrangement.devices)
+
+
+def test_weights_are_apart_where_that_pays_and_memory_allows() -> None:
+    """Nothing more is sent, but the last stage holds as many microbatches as the first."""
+    near = eight_layers(1e-5)
+    split, plain = found_for(near, ALONE), found_for(near, PLAIN)
+    assert split.arrangement.schedule is Schedule.ZERO_BUBBLE_H1
+    assert split.step_seconds < 0.95 * plain.step_seconds
+    held = max(plain.simulation.peak_bytes)
+    assert max(split.simulation.peak_bytes) > held
+    lean = found_for(near, ALONE, held)
+    assert lean.arrangement.schedule is not Schedule.ZERO_BUBBLE_H1 and max(lean.simulation.peak_bytes) <= held
+    assert found_for(eight_layers(3e-2), ALONE).arrangement.schedule is not Schedule.ZERO_BUBBLE_H1
 
 
 def test_all_stages_of_a_mesh_are_held_to_the_budget() -> None:

@@ -14,10 +14,31 @@ from autopar.cost_model.machine import Load, Machine, Processor, Resource, Resou
 from autopar.cost_model.simulate import Simulation, Transport, Work, simulate
 from autopar.errors import ClusterError, InternalError, ScheduleError
 from autopar.plan import Schedule
-from autopar.schedule.instructions import Free, Instruction, InstructionList, Part, Receive, Run, Send, Slot, Task
+from autopar.schedule.instructions import (
+    Free,
+    Instruction,
+    InstructionList,
+    Part,
+    Receive,
+    Run,
+    Send,
+    Slot,
+    Task,
+    verify_lists,
+    verify_meetings,
+)
 from autopar.schedule.lists import build_lists
 from autopar.schedule.orders import make_order
-from tests.pipelines import ACTIVATION, GRADIENT_IN, GRADIENT_OUT, INPUT, RESIDUAL, chain, promised_in_flight
+from tests.pipelines import (
+    ACTIVATION,
+    GRADIENT_IN,
+    GRADIENT_OUT,
+    INPUT,
+    RESIDUAL,
+    chain,
+    promised_in_flight,
+    split_chain,
+)
 
 LINK = Resource(ResourceKind.NETWORK_OUT, 0, 0)
 OTHER_LINK = Resource(ResourceKind.NETWORK_OUT, 1, 0)
@@ -242,6 +263,25 @@ def test_dealt_stages_take_and_hold_what_the_formulas_say(
     chunks = microbatches * each
     held = [min(chunks, 2 * (meshes - mesh - 1) + (each - 1) * meshes + 1) for mesh in range(meshes)]
     assert done.peak_bytes == tuple(7.0 * count for count in held)
+
+
+@given(st.integers(1, 5), st.integers(0, 8), st.integers(1, 5), st.integers(0, 4))
+def test_split_backward_passes_take_and_hold_what_the_formulas_say(
+    stages: int, more: int, weight: int, longer: int
+) -> None:
+    """Forward and input gradient take as long as each other, and no less than the weights'; N is S or more."""
+    microbatches, each = stages + more, weight + longer
+    order = make_order(Schedule.ZERO_BUBBLE_H1, stages, microbatches)
+    seconds = {Part.FORWARD: each, Part.BACKWARD: each, Part.WEIGHT: weight}
+    work = Work(
+        lambda task: float(seconds.get(task.part, 0)), slot_bytes=lambda slot: 7.0 if slot.name == RESIDUAL else 0.0
+    )
+    made = build_lists(order, *split_chain(stages))
+    verify_lists(made.lists, made.given, made.kept_slots)
+    verify_meetings(made.lists)
+    done = simulate(made.lists, work, Machine((Processor(),) * stages))
+    assert done.step_seconds == microbatches * (2 * each + weight) + (stages - 1) * (2 * each - weight)
+    assert done.peak_bytes == (7.0 * stages,) * stages
 
 
 @given(st.integers(2, 5), st.integers(8, 20), st.sampled_from([0.25, 0.5, 1.0]))

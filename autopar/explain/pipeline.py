@@ -26,6 +26,8 @@ class Work(Enum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    """The whole, unless the gradients of weights are made apart."""
+    WEIGHT = "weight"
     ONCE = "once"
     """What runs once in a step, before the microbatches or after them."""
     MOVE = "move"
@@ -36,6 +38,7 @@ class Work(Enum):
 class StageRow:
     """One stage, its devices and the mesh that they form, which stages may share; ``axes_in_use`` cut anything there.
 
+    ``weight_seconds`` are of gradients of weights that are made apart; 0: with the backward pass.
     ``first`` and ``last`` name the ends of its run of ``num_operators`` operators of the forward pass.  ``before_seconds`` and
     ``update_seconds`` are of what runs once in a step.  Bytes are of one device: ``state_bytes`` of what it is given once in a
     step (state and batch), ``peak_bytes`` at its fullest moment.  That and ``busy_fraction`` are of all stages of the mesh.
@@ -51,6 +54,7 @@ class StageRow:
     num_operators: int
     forward_seconds: float
     backward_seconds: float
+    weight_seconds: float
     before_seconds: float
     update_seconds: float
     busy_fraction: float

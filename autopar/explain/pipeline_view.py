@@ -25,7 +25,9 @@ ONCE = "■"
 MOVE = "»"
 FORWARD_DIGITS = "0123456789"
 BACKWARD_DIGITS = "₀₁₂₃₄₅₆₇₈₉"
-_STYLES = {Work.FORWARD: "cyan", Work.BACKWARD: "magenta", Work.ONCE: "yellow", Work.MOVE: "green"}
+WEIGHT_DIGITS = "⁰¹²³⁴⁵⁶⁷⁸⁹"
+_DIGITS = {Work.FORWARD: FORWARD_DIGITS, Work.BACKWARD: BACKWARD_DIGITS, Work.WEIGHT: WEIGHT_DIGITS}
+_STYLES = {Work.FORWARD: "cyan", Work.BACKWARD: "magenta", Work.WEIGHT: "blue", Work.ONCE: "yellow", Work.MOVE: "green"}
 
 
 def pipeline_view(e: PipelineExplanation) -> Iterator[RenderableType]:
@@ -60,7 +62,10 @@ def _stage_tables(e: PipelineExplanation) -> Iterator[RenderableType]:
     for row in e.stages:
         cost.add_row(
             str(row.number),
-            *map(seconds_text, (row.forward_seconds, row.backward_seconds, row.before_seconds, row.update_seconds)),
+            seconds_text(row.forward_seconds),
+            seconds_text(row.backward_seconds)
+            + (f" + {seconds_text(row.weight_seconds)}" if row.weight_seconds else ""),
+            *map(seconds_text, (row.before_seconds, row.update_seconds)),
             f"{row.busy_fraction:.0%}",
             str(row.in_flight),
             bytes_text(row.state_bytes),
@@ -89,8 +94,9 @@ def _timeline(e: PipelineExplanation) -> RenderableType:
         end += f"; measured {seconds_text(e.measured_seconds)} (median of {e.measured_steps}), ×{ratio:.2f}"
     lines.append(Text(f"{'':>{width}}  0 … {end}"))
     legend = f"{FORWARD_DIGITS[1]} forward, {BACKWARD_DIGITS[1]} backward (last digit of the microbatch), {ONCE} once in a step"
-    if any(span.work is Work.MOVE for row in e.timeline for span in row.spans):
-        legend += f", {MOVE} handed on"
+    kinds = {span.work for row in e.timeline for span in row.spans}
+    legend += f", {WEIGHT_DIGITS[1]} weights" if Work.WEIGHT in kinds else ""
+    legend += f", {MOVE} handed on" if Work.MOVE in kinds else ""
     lines.append(Text(f"{'':>{width}}  {legend}, {IDLE} idle", style="dim"))
     busy = {row.devices: row.busy_fraction for row in e.stages}
     idle = sum(1 - fraction for fraction in busy.values()) / len(busy)
@@ -103,8 +109,7 @@ def _character(span: Span) -> str:
         return ONCE
     if span.work is Work.MOVE:
         return MOVE
-    digits = BACKWARD_DIGITS if span.work is Work.BACKWARD else FORWARD_DIGITS
-    return digits[span.microbatch % 10]
+    return _DIGITS[span.work][span.microbatch % 10]
 
 
 def timeline_cells(row: TimelineRow, step_seconds: float, width: int = TIMELINE_WIDTH) -> list[tuple[str, Work | None]]:

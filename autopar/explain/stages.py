@@ -28,6 +28,7 @@ _WORK = {
     Part.BEFORE: Work.ONCE,
     Part.FORWARD: Work.FORWARD,
     Part.BACKWARD: Work.BACKWARD,
+    Part.WEIGHT: Work.WEIGHT,
     Part.AFTER: Work.ONCE,
     Part.MOVE: Work.MOVE,
 }
@@ -56,6 +57,7 @@ def stage_rows(account: PipelineAccount) -> tuple[StageRow, ...]:
                 num_operators=len(operators),
                 forward_seconds=seconds[number, Part.FORWARD] / order.num_microbatches,
                 backward_seconds=seconds[number, Part.BACKWARD] / order.num_microbatches,
+                weight_seconds=seconds[number, Part.WEIGHT] / order.num_microbatches,
                 before_seconds=seconds[number, Part.BEFORE],
                 update_seconds=seconds[number, Part.AFTER],
                 busy_fraction=simulation.busy_fractions[mesh],

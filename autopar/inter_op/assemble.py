@@ -15,7 +15,7 @@ from autopar.inter_op.looped import Looped
 from autopar.inter_op.placing import forward_operators
 from autopar.plan import Layout, Plan, Schedule
 from autopar.schedule.cross_mesh import CrossMeshTransfer
-from autopar.schedule.orders import Order, OrderFunction, from_entries, make_order
+from autopar.schedule.orders import Order, from_entries, make_order
 from autopar.schedule.pipeline import Pipeline, StageLowering, lower_stage, pipeline_of
 from autopar.schedule.spmd import output_layouts
 from autopar.schedule.stage_program import Cut
@@ -29,22 +29,8 @@ class Assembled:
     transfers: Mapping[int, CrossMeshTransfer] = field(repr=False)
 
 
-@dataclass(frozen=True)
-class Running:
-    """How a pipeline is run, whatever its stages are: ``count`` microbatches in the order of a schedule, known or a function."""
-
-    schedule: Schedule | OrderFunction
-    count: int
-
-
-def assemble(made: Cut, lowered: Sequence[StageLowering], running: Running, cluster: Cluster) -> Assembled:
-    """The pipeline of a cut step from its lowered stages."""
-    num_meshes = len({one.stage.devices for one in lowered})
-    order = make_order(running.schedule, len(lowered), running.count, num_meshes)
-    return _in_order(made, lowered, order, cluster)
-
-
-def _in_order(made: Cut, lowered: Sequence[StageLowering], order: Order, cluster: Cluster) -> Assembled:
+def assemble(made: Cut, lowered: Sequence[StageLowering], order: Order, cluster: Cluster) -> Assembled:
+    """The pipeline of a cut step from its lowered stages, which are split if the order has tasks for weights."""
     pipeline = pipeline_of(lowered, made.crossings, order)
     return Assembled(pipeline, transfers_of(pipeline, cluster))
 
@@ -61,15 +47,20 @@ def assemble_plan(
         raise PlanError(
             f"the plan cuts the forward pass before the operators {plan.cuts}, and it has {count}; plan again for this step"
         )
+    order = _order_of(plan)
     made = cut(loop, state_pairs, plan.cuts)
     graphs = [build_graph(program.jaxpr, platform=cluster.device.platform.value) for program in made.stages]
     lowered = [
-        lower_stage(program, graph, stage, donates_state=donates_state)
+        lower_stage(program, graph, stage, donates_state=donates_state, splits_backward=order.splits_backward)
         for program, graph, stage in zip(made.stages, graphs, plan.stages, strict=True)
     ]
+    return assemble(made, lowered, order, cluster)
+
+
+def _order_of(plan: Plan) -> Order:
     if plan.schedule is Schedule.OWN:
-        return _in_order(made, lowered, from_entries(plan.order, len(lowered), plan.num_microbatches), cluster)
-    return assemble(made, lowered, Running(plan.schedule, plan.num_microbatches), cluster)
+        return from_entries(plan.order, len(plan.stages), plan.num_microbatches)
+    return make_order(plan.schedule, len(plan.stages), plan.num_microbatches, plan.num_meshes)
 
 
 def layouts_of_leaves(stages: Sequence[StageLowering], step: Graph) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:

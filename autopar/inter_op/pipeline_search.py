@@ -13,7 +13,8 @@ layer earlier or later, and to lie on their other meshes.
 
 Behind these come stages that are dealt round (:mod:`autopar.inter_op.dealing`), where even with all messages hidden, and the
 bubble as short as it then is, they would be faster than the best pipeline so far.  What they save, a part of the bubble, they
-pay with messages; the simulator says whether that was worth it.
+pay with messages; the simulator says whether that was worth it.  At the very end the fastest pipelines are tried with the
+gradients of weights apart (ZB-H1), which takes executables of their own, so that only few are.
 """
 
 from __future__ import annotations
@@ -69,6 +70,9 @@ MOST_DEALT = 3
 
 MOST_STAGES_PER_MESH = 4
 """The planner itself deals so many stages to a mesh at most."""
+
+MOST_SPLIT = 4
+"""So many of the fastest pipelines are tried with the gradients of weights apart; of a large program one."""
 
 SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.EAGER_ONE_F_ONE_B, Schedule.GPIPE)
 """Stages are laid out for the first, which holds least; of equals the first is kept."""
@@ -154,6 +158,7 @@ class _Search:
         self._grouping: Grouping | None = None
         self._planned: set[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]] = set()
         self._estimates: Estimates | None = None
+        self._fastest: list[PipelineFound] = []
         self._known_homes: dict[int, tuple[int, ...] | None] = {}
         self._refusal: BudgetError | None = None
         self._planners: dict[int, StagePlanner] = {}
@@ -204,9 +209,27 @@ class _Search:
         if self._best is not None and size <= PLANNED_OPERATORS:
             self._climb()
             self._best = self._planner(self._best.pipeline.order.num_microbatches).refined(self._best)
+            self._enough = self._best.step_seconds
+        if self._wanted.schedule is None and self._wanted.may_be_alone:
+            self._split_backward(MOST_SPLIT if size <= PLANNED_OPERATORS else 1)
         if self._best is None and self._refusal is not None and self._enough == float("inf"):
             raise self._refusal
         return self._best
+
+    def _split_backward(self, most: int) -> None:
+        """Try the fastest pipelines of a stage on each mesh with the gradients of weights apart."""
+        known = [] if self._best is None else [self._best]
+        known += sorted(self._fastest, key=lambda one: one.step_seconds)
+        alone = [one for one in known if len(one.arrangement.sharing) == len(one.arrangement.devices)]
+        for one in alone[:most]:
+            self._take(self._planner(one.pipeline.order.num_microbatches).under(one, Schedule.ZERO_BUBBLE_H1))
+
+    def _take(self, candidate: PipelineFound | None) -> bool:
+        """Keep a pipeline if it is the fastest; whether it is."""
+        is_fastest = candidate is not None and candidate.step_seconds < self._enough * (1 - 1e-9)
+        if candidate is not None and is_fastest:
+            self._best, self._enough = candidate, candidate.step_seconds
+        return is_fastest
 
     def _deal(self, most: int, nearly: float) -> None:
         """Plan groupings whose stages share meshes, those that may be faster, the least bound first."""
@@ -398,7 +421,8 @@ class _Search:
         except BudgetError as error:
             self._refusal = self._refusal or error
             return True
+        self._fastest.append(found)
         for candidate in (found, *(planner.under(found, schedule) for schedule in others)):
-            if candidate is not None and candidate.step_seconds < self._enough * (1 - 1e-9):
-                self._best, self._grouping, self._enough = candidate, grouping, candidate.step_seconds
+            if self._take(candidate):
+                self._grouping = grouping
         return True

@@ -22,7 +22,7 @@ from autopar.graph.build import build_graph_by
 from autopar.graph.fingerprint import structure
 from autopar.graph.ir import Graph
 from autopar.graph.rules import Rulebook
-from autopar.inter_op.assemble import Running, assemble
+from autopar.inter_op.assemble import assemble
 from autopar.inter_op.cut import cut
 from autopar.inter_op.looped import Looped
 from autopar.intra_op.priced import PricedStage, Prices
@@ -30,7 +30,7 @@ from autopar.intra_op.restrict import Restriction
 from autopar.intra_op.search import Ground, Task
 from autopar.plan import Schedule
 from autopar.schedule.cross_mesh import CrossMeshTransfer
-from autopar.schedule.orders import OrderFunction, schedule_name
+from autopar.schedule.orders import OrderFunction, make_order, schedule_name
 from autopar.schedule.pipeline import Pipeline, lower_stage
 from autopar.schedule.stage_program import Cut, Passing, StageProgram
 from autopar.wording import bytes_text
@@ -294,23 +294,28 @@ class StagePlanner:
         return None if any(self._over(other)) else other
 
     def _simulated(self, arrangement: Arrangement, made: Cut, found: Sequence[PricedStage]) -> PipelineFound:
+        count = self._task.loop.count
+        order = make_order(arrangement.schedule, len(found), count, len(arrangement.sharing))
         costs = tuple(
-            self._cost(program, one, devices)
+            self._cost(program, one, devices, splits_backward=order.splits_backward)
             for program, one, devices in zip(made.stages, found, arrangement.devices, strict=True)
         )
         cluster = self._task.cluster
         lowered = [cost.lowering for cost in costs]
-        whole = assemble(made, lowered, Running(arrangement.schedule, self._task.loop.count), cluster)
+        whole = assemble(made, lowered, order, cluster)
         simulation = simulate_pipeline(whole.pipeline, costs, whole.transfers, cluster)
         return PipelineFound(arrangement, made, whole.pipeline, costs, whole.transfers, simulation, tuple(found))
 
-    def _cost(self, program: StageProgram, found: PricedStage, devices: tuple[int, ...]) -> StageCost:
+    def _cost(
+        self, program: StageProgram, found: PricedStage, devices: tuple[int, ...], *, splits_backward: bool
+    ) -> StageCost:
         """The lowered stage and its price; stages of one structure and plan are lowered and priced once."""
         graph, text = self._graph(program)
         stage = replace(found.stage, devices=devices)
-        key = (text, program.state_pairs, id(found))
+        key = (text, program.state_pairs, id(found), splits_backward)
         if key not in self._costs:
-            lowering = lower_stage(program, graph, stage, donates_state=self._task.donates_state)
+            donates_state = self._task.donates_state
+            lowering = lower_stage(program, graph, stage, donates_state=donates_state, splits_backward=splits_backward)
             self._costs[key] = stage_cost(lowering, found.problem.fusion, subcluster(self._task.cluster, devices))
         known = self._costs[key]
         return replace(known, lowering=replace(known.lowering, program=program, graph=graph, stage=stage))

@@ -30,20 +30,24 @@ class Part(Enum):
     """The parts of a stage's program.
 
     ``BEFORE`` runs once, before the microbatches; ``FORWARD`` and ``BACKWARD`` for each microbatch; ``AFTER`` once, in
-    segments, each of which may wait for values from the segment before it on other stages.  ``MOVE`` is no part of the
-    program: it hands a value on to another stage on the same mesh, in the layout that is wanted there.
+    segments, each of which may wait for values from the segment before it on other stages.  Where the backward pass is
+    split, ``BACKWARD`` is what the stage before waits for, and ``WEIGHT`` the rest, the gradients of weights.
+
+    ``MOVE`` is no part of the program: it hands a value on to another stage on the same mesh, in the layout that is wanted
+    there.
     """
 
     BEFORE = "before"
     FORWARD = "forward"
     BACKWARD = "backward"
+    WEIGHT = "weight"
     AFTER = "after"
     MOVE = "move"
 
     @property
     def per_microbatch(self) -> bool:
         """Whether it runs once for each microbatch."""
-        return self is Part.FORWARD or self is Part.BACKWARD
+        return self in (Part.FORWARD, Part.BACKWARD, Part.WEIGHT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +69,13 @@ class Task:
 
     @classmethod
     def backward(cls, stage: int, microbatch: int) -> Task:
-        """The backward pass of a microbatch through a stage, both counted from 0."""
+        """The backward pass of a microbatch through a stage, both counted from 0; the whole, unless ``weight`` is apart."""
         return cls(Part.BACKWARD, stage, microbatch)
+
+    @classmethod
+    def weight(cls, stage: int, microbatch: int) -> Task:
+        """What of the backward pass no other stage waits for, the gradients of weights."""
+        return cls(Part.WEIGHT, stage, microbatch)
 
     def __str__(self) -> str:
         segment = f" {self.segment}" if self.segment or self.part in (Part.AFTER, Part.MOVE) else ""

@@ -2,7 +2,8 @@
 
 All lists are cut out of one sequence of events for all meshes, so no transport can make them wait for each other for ever:
 
-1. Tasks get nominal times (a forward 1, a backward 2, others 1; messages nothing), each mesh in its order.
+1. Tasks get nominal times (a forward 1, a backward 2, or 1 and 1 if it is split, others 1; messages nothing), each mesh in
+   its order.
 2. The sequence: each task at its start; each message once, when its producer ends, before the tasks that start then.
 3. A mesh's list is the part of the sequence that concerns it: its tasks as ``Run``, its side of each message as ``Send`` or
    ``Receive``.  So a ``Send`` stands before the next ``Run``, and a ``Receive`` where the message can come at the earliest.
@@ -15,7 +16,7 @@ the sequence.  All that stands before it in any list is done, so it can be done 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -32,8 +33,6 @@ from autopar.schedule.instructions import (
     Task,
 )
 from autopar.schedule.orders import Order, nominal_times
-
-_NOMINAL_SECONDS = {Part.BEFORE: 1.0, Part.FORWARD: 1.0, Part.BACKWARD: 2.0, Part.AFTER: 1.0}
 
 
 class Kind(Enum):
@@ -128,7 +127,7 @@ def build_lists(order: Order, stages: Sequence[StageInterface], passages: Sequen
     runs = {task: names.run(task) for tasks in meshes for task in tasks}
     messages = names.messages(passages)
     lists: list[list[Instruction]] = [[] for _ in order.meshes]
-    for event in _sequence(meshes, runs, messages):
+    for event in _sequence(meshes, runs, messages, order.nominal_seconds):
         if isinstance(event, Task):
             lists[home[event.stage]].append(runs[event])
             continue
@@ -242,7 +241,10 @@ class _Names:
 
 
 def _sequence(
-    meshes: Sequence[Sequence[Task]], runs: Mapping[Task, Run], messages: Sequence[_Message]
+    meshes: Sequence[Sequence[Task]],
+    runs: Mapping[Task, Run],
+    messages: Sequence[_Message],
+    seconds: Callable[[Task], float],
 ) -> list[Task | _Message]:
     """All tasks and messages in one order, in which each stands after what it needs."""
     maker = {slot: task for task, run in runs.items() for slot in run.outputs}
@@ -266,7 +268,7 @@ def _sequence(
         made = (root(slot)[0] for slot in runs[task].inputs if slot in brought)
         return [other for other in made if other is not None]
 
-    times = nominal_times(meshes, needs, lambda task: _NOMINAL_SECONDS[task.part])
+    times = nominal_times(meshes, needs, seconds)
     events: list[tuple[float, int, Task | _Message]] = []
     for message in messages:
         task, hops = root(message.source)

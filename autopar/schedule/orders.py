@@ -10,18 +10,23 @@ on stage s from F(s, m) to B(s, m): that long its residuals are in memory.
     1f1b              min(N, P-r-1) forwards                F, B in turn      min(N, P-r)               Narayanan et al., 2021
     eager_1f1b        min(N, 2(P-r-1)) forwards             F, B in turn      min(N, 2(P-r)-1)          Zhuang et al., 2022
     interleaved_1f1b  min(Nv, 2(P-r-1) + (v-1)P) forwards   F, B in turn      min(Nv, that and one)     Narayanan et al., 2021
+    zb_h1             min(N, P-r-1) forwards                F, B, W in turn   min(N, P)                 Qi et al., 2023
 
 (1F1B is PipeDream-flush; of each the last backwards follow when no forward is left.)  Eager 1F1B holds up to twice the
 residuals, and each message between neighbours may take as long as a task before it delays anything.
 
-All but the last put a stage on each mesh, S = P.  Interleaved 1F1B (section 2.2 there) deals S = vP stages round: stage s lies
-on mesh s mod P, which runs v stages, its *chunks*.  Microbatches go in groups of P: a group's forwards run on chunk 0, then
-on chunk 1, …, its backwards on chunk v-1 first.  A mesh waits for chunks, which are 1/v of what it would else wait for;
-the price is v times the messages, and more residuals.
+With equal stages (f seconds forward, b backward) and messages that cost nothing the first three of these take (N+P-1)(f+b), of
+which each mesh works N(f+b): the *bubble*, what it idles, is the fraction (P-1)/(N+P-1).  They put a stage on each mesh, S = P.
 
-With equal stages (f seconds forward, b backward on all of a mesh's stages) and messages that cost nothing a schedule takes
-(N + (P-1)/v)(f+b), of which each mesh works N(f+b), if P divides N or v = 1: the *bubble*, what it idles, is the fraction
-(P-1)/(vN+P-1).
+Interleaved 1F1B (section 2.2 there) deals S = vP stages round: stage s lies on mesh s mod P, which runs v stages, its
+*chunks*.  Microbatches go in groups of P: a group's forwards run on chunk 0, then on chunk 1, …, its backwards on chunk v-1
+first.  A mesh waits for chunks, 1/v of what it would else wait for: if P divides N the bubble is the fraction (P-1)/(vN+P-1).
+The price is v times the messages, and more residuals.
+
+Zero bubble, ZB-H1 (section 2.3 there), splits the backward pass: B(s, m) makes what stage s-1 waits for, and W(s, m), any time
+after it, the rest, the gradients of weights.  The residuals of W stay until then: a microbatch is in flight from F to W.  On
+mesh r the W of a microbatch follows the B of the r-th after it, so that every mesh has as many in flight as the first under
+1F1B, and what is left of W fills the waiting at the end: of the bubble of (P-1)(f+b+w) seconds (P-1)(f+b-w) are left, if N ≥ P.
 
 Microbatches go backward through a stage in the order 0, 1, …, so gradients are added in the order of the step that was not
 cut.  An order made by anybody else is as good if :func:`check_order` lets it pass.
@@ -56,6 +61,17 @@ class Order:
             if any(task.stage == stage for task in tasks):
                 return mesh
         raise ScheduleError(f"no mesh runs stage {stage} of {self.num_stages}; add its tasks to one")
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of weights are tasks of their own."""
+        return any(task.part is Part.WEIGHT for tasks in self.meshes for task in tasks)
+
+    @property
+    def nominal_seconds(self) -> Callable[[Task], float]:
+        """How long tasks take if a backward pass takes twice as long as a forward pass, and half of it is for weights."""
+        backward = 1.0 if self.splits_backward else 2.0
+        return lambda task: backward if task.part is Part.BACKWARD else 1.0
 
     @property
     def homes(self) -> tuple[int, ...]:
@@ -152,7 +168,8 @@ def from_entries(entries: Sequence[Sequence[OrderEntry]], num_stages: int, num_m
 def check_order(order: Order) -> None:
     """Check that an order can be carried out, however long its tasks take and messages travel.
 
-    Every forward and backward is there once, a stage is on one mesh, each mesh has a task, and no mesh waits for ever.
+    Every forward and backward is there once, and every weight pass if any is; a stage is on one mesh, each mesh has a task,
+    and no mesh waits for ever.
 
     Raises ``ScheduleError`` naming the task or the meshes, and what to do.
     """
@@ -176,7 +193,7 @@ def check_order(order: Order) -> None:
                 )
     wanted = {
         Task(part, stage, microbatch)
-        for part in (Part.FORWARD, Part.BACKWARD)
+        for part in (Part.FORWARD, Part.BACKWARD, *((Part.WEIGHT,) if order.splits_backward else ()))
         for stage in range(order.num_stages)
         for microbatch in range(order.num_microbatches)
     }
@@ -197,6 +214,8 @@ def chain_needs(task: Task, num_stages: int) -> tuple[Task, ...]:
     stage, microbatch = task.stage, task.microbatch
     if task.part is Part.FORWARD:
         return (Task(Part.FORWARD, stage - 1, microbatch),) if stage else ()
+    if task.part is Part.WEIGHT:
+        return (Task(Part.BACKWARD, stage, microbatch),)
     own = Task(Part.FORWARD, stage, microbatch)
     return (own, Task(Part.BACKWARD, stage + 1, microbatch)) if stage + 1 < num_stages else (own,)
 
@@ -241,11 +260,12 @@ def nominal_times(
 
 
 def in_flight(order: Order, stage: int) -> int:
-    """The largest number of microbatches whose forward ran on the stage and whose backward has not."""
+    """The largest number of microbatches whose forward ran on the stage and whose backward, or weight pass, has not."""
     count = most = 0
+    last = Part.WEIGHT if order.splits_backward else Part.BACKWARD
     for task in order.meshes[order.mesh_of(stage)]:
         if task.stage == stage:
-            count += 1 if task.part is Part.FORWARD else -1
+            count += (task.part is Part.FORWARD) - (task.part is last)
             most = max(most, count)
     return most
 
@@ -253,13 +273,10 @@ def in_flight(order: Order, stage: int) -> int:
 def bubble_fraction(order: Order) -> float:
     """The fraction of a step that its meshes idle in the mean, if stages were equal and messages cost nothing.
 
-    Backward passes take twice as long as forward passes here; of the known schedules the fraction does not depend on that.
+    Backward passes take twice as long as forward passes here, half of it for weights where these are apart; of the schedules that
+    do not split them the fraction does not depend on that.
     """
-
-    def seconds(task: Task) -> float:
-        return 1.0 if task.part is Part.FORWARD else 2.0
-
-    times = nominal_times(order.meshes, lambda task: chain_needs(task, order.num_stages), seconds)
+    times = nominal_times(order.meshes, lambda task: chain_needs(task, order.num_stages), order.nominal_seconds)
     total = len(order.meshes) * max(time.end_seconds for time in times.values())
     return (total - sum(time.end_seconds - time.start_seconds for time in times.values())) / total
 
@@ -324,6 +341,20 @@ def _interleaved(num_stages: int, num_microbatches: int, num_meshes: int) -> Ord
     return Order(num_stages, num_microbatches, tuple(meshes))
 
 
+def _zero_bubble_h1(num_stages: int, num_microbatches: int, num_meshes: int) -> Order:
+    """Qi et al., 2023, section 2.3."""
+    meshes = []
+    for stage, tasks in enumerate(_one_f_one_b(num_stages, num_microbatches, num_meshes).meshes):
+        weights = [Task.weight(stage, microbatch) for microbatch in range(num_microbatches)]
+        split: list[Task] = []
+        for task in tasks:
+            split.append(task)
+            if task.part is Part.BACKWARD and task.microbatch >= stage:
+                split.append(weights[task.microbatch - stage])
+        meshes.append((*split, *weights[max(0, num_microbatches - stage) :]))
+    return Order(num_stages, num_microbatches, tuple(meshes))
+
+
 RULES: Mapping[Schedule, Callable[[int, int, int], Order]] = MappingProxyType(
     {
         Schedule.SINGLE: _one_f_one_b,
@@ -331,6 +362,7 @@ RULES: Mapping[Schedule, Callable[[int, int, int], Order]] = MappingProxyType(
         Schedule.ONE_F_ONE_B: _one_f_one_b,
         Schedule.EAGER_ONE_F_ONE_B: _eager_one_f_one_b,
         Schedule.INTERLEAVED_ONE_F_ONE_B: _interleaved,
+        Schedule.ZERO_BUBBLE_H1: _zero_bubble_h1,
     }
 )
 """The orders of the known schedules, for (stages, microbatches, meshes)."""

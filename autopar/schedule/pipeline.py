@@ -124,10 +124,13 @@ class Pipeline:
         return self.homes[crossing.source] == self.homes[crossing.target]
 
 
-def lower_stage(program: StageProgram, graph: Graph, stage: Stage, *, donates_state: bool = True) -> StageLowering:
+def lower_stage(
+    program: StageProgram, graph: Graph, stage: Stage, *, donates_state: bool = True, splits_backward: bool = False
+) -> StageLowering:
     """The executables of a stage by its plan; ``graph`` is that of the stage's program."""
     spmd = lower(graph, stage, output_layouts(graph, stage, program.state_pairs))
-    return StageLowering(program, graph, stage, slices_of(program, spmd, donates_state=donates_state), donates_state)
+    slices = slices_of(program, spmd, donates_state=donates_state, splits_backward=splits_backward)
+    return StageLowering(program, graph, stage, slices, donates_state)
 
 
 def pipeline_of(stages: Sequence[StageLowering], crossings: Sequence[Crossing], order: Order) -> Pipeline:

@@ -4,6 +4,10 @@ The list that :func:`autopar.schedule.spmd.lower` makes of a stage's program is 
 
     steps before the loop │ steps of the loop's body: forward │ backward │ steps after it: segment 0 │ 1 │ …
 
+Where a schedule splits the backward pass, its steps that lead to what other stages are sent stay BACKWARD, and the others, which
+end in accumulators, are WEIGHT.  A step is not taken apart: a loop over layers makes the gradients of its input and of its
+weights together.  A stage of which nothing that costs much would be left for WEIGHT is not split.
+
 An array that one executable leaves for another has a *place*: made once in a step, once per microbatch, or an accumulator,
 which one executable takes and gives back increased, microbatch after microbatch.  A partial sum may cross from executable to
 executable of its stage as it is, each device keeping its summand.
@@ -97,16 +101,18 @@ class Slices:
         return next((one for one in self.executables if one.part is part and one.segment == segment), None)
 
 
-def slices_of(stage: StageProgram, program: SpmdProgram, *, donates_state: bool = True) -> Slices:
-    """Cut the steps of a lowered stage into executables."""
-    return _Slicing(stage, program, donates_state).make()
+def slices_of(
+    stage: StageProgram, program: SpmdProgram, *, donates_state: bool = True, splits_backward: bool = False
+) -> Slices:
+    """Cut the steps of a lowered stage into executables; with ``splits_backward`` those of weights apart, where possible."""
+    return _Slicing(stage, program, donates_state, splits_backward).make()
 
 
 class _Slicing:
     """Owns the places of the arrays of one stage."""
 
-    def __init__(self, stage: StageProgram, program: SpmdProgram, donates_state: bool) -> None:
-        self._stage, self._program = stage, program
+    def __init__(self, stage: StageProgram, program: SpmdProgram, donates_state: bool, splits_backward: bool) -> None:
+        self._stage, self._program, self._splits_backward = stage, program, splits_backward
         self._donated_pairs = stage.state_pairs if donates_state else ()
         loop = program.graph.operators[stage.loop]
         assert loop.primitive == LoopKind.SCAN
@@ -136,7 +142,10 @@ class _Slicing:
         executables = [self._before(before, wanted)]
         leaving = {buffer for buffer in self._body.outputs if buffer is not None}
         executables.append(self._executable(Part.FORWARD, 0, forward, leaving | _reads(backward)))
-        executables.append(self._executable(Part.BACKWARD, 0, backward, leaving))
+        sent = {place.buffer for place in micro_outputs.values()}
+        backward, weight = self._split(backward, sent) if self._splits_backward else (backward, ())
+        executables.append(self._executable(Part.BACKWARD, 0, backward, leaving | _reads(weight)))
+        executables.append(self._executable(Part.WEIGHT, 0, weight, leaving))
         later: set[Buffer] = {buffer for buffer in program.outputs if buffer is not None}
         late_made = []
         for segment in sorted(late, reverse=True):
@@ -214,6 +223,20 @@ class _Slicing:
             is_forward = isinstance(step, Reshard) and step.cause is None and step.source in known
             (forward if is_forward else backward).append(step)
         return tuple(forward), tuple(backward)
+
+    def _split(self, backward: tuple[Step, ...], sent: set[Buffer]) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+        """The steps of a backward pass that lead to what is sent (or call the host), and the others, if these cost anything."""
+        needed, critical = set(sent), set()
+        for number in range(len(backward) - 1, -1, -1):
+            step = backward[number]
+            has_effects = isinstance(step, Run) and bool(step.operator.equation.effects)
+            if has_effects or not needed.isdisjoint(_written(step)):
+                critical.add(number)
+                needed |= _read(step)
+        rest = tuple(step for number, step in enumerate(backward) if number not in critical)
+        if not any(isinstance(step, Run) and _is_heavy(step.operator) for step in rest):
+            return backward, ()
+        return tuple(step for number, step in enumerate(backward) if number in critical), rest
 
     def _late_steps(self) -> dict[int, tuple[Step, ...]]:
         graph = self._program.graph
@@ -295,6 +318,11 @@ class _Slicing:
             if new in result_of and leaf in argument_of and leaf.buffer.layout == new.buffer.layout:
                 taken.setdefault(argument_of[leaf], result_of[new])
         return replace(one, donations=tuple(sorted(taken.items())))
+
+
+def _is_heavy(operator: Operator) -> bool:
+    """Whether an operator is a product or a loop."""
+    return operator.primitive in ("dot_general", "conv_general_dilated") or bool(operator.bodies)
 
 
 def _once(steps: Sequence[Step], known: Iterable[Buffer]) -> tuple[Step, ...]:
