@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from autopar.errors import PlanError
+from autopar.intra_op import eliminate
 from autopar.intra_op.ilp import (
     Answer,
     Backend,
@@ -87,7 +88,10 @@ def _clique(count: int, options: int, *, seed: int, budget: float | None = None)
 
 @pytest.mark.parametrize("seed", [0, 2, 3])
 @pytest.mark.parametrize("budget", [None, 30.0])
-def test_fractional_relaxations_are_made_integral(seed: int, budget: float | None) -> None:
+def test_fractional_relaxations_are_made_integral(
+    seed: int, budget: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eliminate, "MOST_ENTRIES", 100)  # too few for this
     model = _clique(8, 3, seed=seed, budget=budget)
     asked: list[bool] = []
 
@@ -97,6 +101,17 @@ def test_fractional_relaxations_are_made_integral(seed: int, budget: float | Non
 
     _check(model, spy)
     assert asked == [False, True]
+
+
+def test_fractional_relaxations_of_few_options_ask_for_no_integers() -> None:
+    asked: list[bool] = []
+
+    def spy(program: Program, integral: bool, time_limit_seconds: float) -> Answer:
+        asked.append(integral)
+        return solve_with_highs(program, integral, time_limit_seconds)
+
+    _check(_clique(8, 3, seed=0), spy)
+    assert asked == [False]
 
 
 def test_both_backends_agree_where_both_must_work() -> None:

@@ -15,12 +15,11 @@ program and no memory.  The bound may stay below the relaxation's optimum; memor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.intra_op.model import Model, Pair, narrowed_costs
+from autopar.intra_op.model import Model, Pair
 
 MOST_PASSES = 200
 STALLED_PASSES = 10
@@ -46,10 +45,6 @@ class Residuals:
     bound: float
     nodes: list[np.ndarray]
     edges: dict[Pair, np.ndarray]
-
-    def narrowed(self, kept: Sequence[np.ndarray]) -> Residuals:
-        """With only some options (positions, ascending) of every node."""
-        return Residuals(self.bound, *narrowed_costs(self.nodes, self.edges, kept))
 
 
 def lower_bound(model: Model, *, enough: float = np.inf) -> Bound:

@@ -8,7 +8,8 @@ Variables xᵢₐ ∈ {0, 1} (node i takes option a) and 0 ≤ eᵢⱼₐᵦ ≤
                 Σ uᵢᵐ(a) xᵢₐ + Σ uᵢⱼᵐ(a, b) eᵢⱼₐᵦ ≤ Uᵐ            memory at moment m
 
 These row and column sums are the local polytope (Wainwright and Jordan, 2008, §4.1); given integral x, e follows.
-The relaxation is solved first; only if some x comes out fractional are the x declared integral.
+The relaxation is solved first; if some x comes out fractional, nodes are eliminated one by one if their tables are small
+(:mod:`autopar.intra_op.eliminate`), and only else are the x declared integral.
 
 The program is stated once as a sparse matrix (:class:`Program`) and handed to HiGHS directly, or through pulp (HiGHS or
 CBC) where the solver's own binding is missing; a test holds both ways to one optimum.
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import PlanError
+from autopar.intra_op.eliminate import optimum_by_elimination
 from autopar.intra_op.model import Model, Solution
 from autopar.intra_op.reduce import reduce_model
 from autopar.intra_op.wide import is_wide, solve_wide
@@ -107,6 +109,9 @@ def _solve_core(model: Model, time_limit_seconds: float, backend: Backend) -> So
         return None
     if answer.values is not None and _is_integral(answer.values[: program.num_choices]):
         return _solution(model, answer, starts, scale)
+    is_free = answer.values is not None and not model.memory
+    if is_free and (found := optimum_by_elimination(model)) is not None:
+        return found
     bound = answer.bound
     answer = backend(program, True, max(1.0, deadline - time.monotonic()))
     if answer.infeasible:

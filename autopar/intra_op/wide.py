@@ -6,9 +6,7 @@ a search that takes minutes, though its optimum is found easily.  With the bound
 
 1. Some passes raise L.
 2. A walk along the nodes that remembers few states (:mod:`autopar.intra_op.frontier`) finds a solution of cost U, and says below
-   which cost it has missed none.
-   The walk is repeated along a part of the nodes, the others left as they are or at their least regret,
-   as long as that finds a better one.
+   which cost it has missed none.  The best among few options of every node (:mod:`autopar.intra_op.eliminate`) may be better.
 3. If U exceeds what is known to be missed by at most ``ENOUGH``·U, the solution is as good as the optimum.
 4. Otherwise no solution better than U takes an option with L + rᵢ(a) > U, for rᵢ(a) is what the chains through i pay for it
    (reduced-cost fixing, as in Savchynskyy, 2019, §8).  After the last walk such options go, and what is left is solved exactly.
@@ -23,9 +21,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.intra_op.bound import Messages, Residuals
+from autopar.intra_op.bound import Messages, likeliest
+from autopar.intra_op.eliminate import optimum_by_elimination
 from autopar.intra_op.frontier import best_along, in_order, narrow_order
 from autopar.intra_op.model import Model, Solution, narrowed_costs
+from autopar.intra_op.reduce import reduce_model
 
 WIDE_VARIABLES = 10_000
 """From here on the relaxation takes seconds, up to minutes; messages take tenths of a second."""
@@ -33,11 +33,20 @@ WIDE_VARIABLES = 10_000
 ENOUGH = 1e-4
 """Relative gap at which an incumbent is left alone: costs themselves are not known better than to percents."""
 
-WALKS = ((10, 300), (15, 300), (15, 300), (20, 300), (30, 1000), (50, 10_000), (50, 100_000))
-"""Rounds of passes (one backward and one forward), and the states that the walk behind them remembers."""
+ROUNDS = (10, 15, 15, 20, 30, 50)
+"""Of passes, one backward and one forward, before every attempt to settle it."""
 
-WINDOWS, WINDOW_STATES = 4, 300
-"""A solution is improved by choosing again for a run of that part of the nodes, the others left as they are."""
+STATES = 300
+"""That a walk among all options remembers."""
+
+FEW_OPTIONS = (3, 4)
+"""Of every node, among which solutions are looked for exactly."""
+
+CLOSE, CLOSE_STATES = 1.6, 20_000
+"""Where the gap is less than so many times what is enough, few partial solutions are left to be remembered."""
+
+LAST_STATES = 100_000
+"""Before an integer program is tried."""
 
 ROUNDING = 1e-9
 """Share of a cost that sums of it may be off by."""
@@ -54,13 +63,27 @@ def solve_wide(model: Model, solve: Solver) -> Solution | None:
     """The best solution up to a share of ``ENOUGH``, None if there is none; ``solve`` answers for narrower models."""
     order = narrow_order(model)
     passing = _Passing(in_order(model, order))
-    for rounds, most_states in WALKS:
-        passing.run(rounds)
-        passing.walk(most_states)
-        if (found := passing.incumbent) is not None and found.gap <= ENOUGH:
-            return _renumbered(found, order)
-    found = _better(passing.incumbent, _solve_part(passing.model, passing.possible(), solve))
+    is_settled = _settle(passing)
+    found = passing.incumbent
+    if not is_settled:
+        found = _better(found, _solve_part(passing.model, passing.possible(), solve))
     return None if found is None else _renumbered(found, order)
+
+
+def _settle(passing: _Passing) -> bool:
+    """Whether passes and walks find a solution that is good enough."""
+    for rounds in ROUNDS:
+        passing.run(rounds)
+        passing.walk(STATES)
+        for count in FEW_OPTIONS:
+            if not passing.is_settled:
+                passing.look_among_likeliest(count)
+        if passing.is_close and not passing.is_settled:
+            passing.walk(CLOSE_STATES)
+        if passing.is_settled:
+            return True
+    passing.walk(LAST_STATES)
+    return passing.is_settled
 
 
 def _renumbered(found: Solution, order: Sequence[int]) -> Solution:
@@ -104,38 +127,42 @@ class _Passing:
             possible &= regrets <= room
 
     def walk(self, most_states: int) -> None:
-        """Look for a solution that is better by a share of ``ENOUGH``."""
+        """Look for a solution that is better by a share of ``ENOUGH``; says what none falls below."""
         residuals = self._messages.residuals()
-        least = np.inf if self._best is None else self._best.cost - (ENOUGH - ROUNDING) * abs(self._best.cost)
+        least = self._cost - (ENOUGH - ROUNDING) * abs(self._cost) if self._best else np.inf
         found = best_along(residuals, room=least - residuals.bound, most_states=most_states)
         self._bound = max(self._bound, residuals.bound + found.floor)
         self._offer(found.options)
-        while self._best is not None and self._improve(residuals):
-            pass
 
-    def _improve(self, residuals: Residuals) -> bool:
-        """Whether other options for a run of nodes made the best solution better; all runs are tried."""
-        before = self._best
-        count = len(self.model.nodes)
-        length = max(1, count // WINDOWS)
-        for start in range(0, count, max(1, length // 2)):
-            assert self._best is not None
-            others = zip(self._best.options, self._messages.regrets, strict=True)
-            kept = [np.unique([option, int(regrets.argmin())]) for option, regrets in others]
-            kept[start : start + length] = self.possible()[start : start + length]
-            room = self._best.cost - ROUNDING * abs(self._best.cost) - residuals.bound
-            found = best_along(residuals.narrowed(kept), room=room, most_states=WINDOW_STATES)
-            if found.options is not None:
-                self._offer(tuple(int(left[option]) for left, option in zip(kept, found.options, strict=True)))
-        return self._best is not before
+    def look_among_likeliest(self, count: int) -> None:
+        """Look for a better solution among so many options of least regret of every node, and its best so far."""
+        kept = [likeliest(regrets, count) for regrets in self._messages.regrets]
+        if self._best is not None:
+            kept = [np.union1d(few, [option]) for few, option in zip(kept, self._best.options, strict=True)]
+        found = _solve_part(self.model, kept, optimum_of_narrow)
+        self._offer(None if found is None else found.options)
 
     def _offer(self, options: tuple[int, ...] | None) -> None:
         """Keep a solution if it is the best."""
         if options is None:
             return
         cost = self.model.cost(options)
-        if cost < (np.inf if self._best is None else self._best.cost):
+        if cost < self._cost:
             self._best = Solution(options, cost, cost)
+
+    @property
+    def _cost(self) -> float:
+        return np.inf if self._best is None else self._best.cost
+
+    @property
+    def is_close(self) -> bool:
+        """Whether the best solution so far is nearly good enough."""
+        return self.incumbent is not None and self.incumbent.gap <= CLOSE * ENOUGH
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the best solution so far is good enough."""
+        return self.incumbent is not None and self.incumbent.gap <= ENOUGH
 
     @property
     def incumbent(self) -> Solution | None:
@@ -153,3 +180,14 @@ def _solve_part(model: Model, kept: Sequence[np.ndarray], solve: Solver) -> Solu
         return None
     options = tuple(int(left[option]) for left, option in zip(kept, part.options, strict=True))
     return Solution(options, part.cost, part.bound)
+
+
+def optimum_of_narrow(model: Model) -> Solution | None:
+    """The optimum of a model of few options; None where there is none or it is not narrow enough."""
+    reduced = reduce_model(model)
+    core = optimum_by_elimination(reduced.model)
+    if core is None:
+        return None
+    options = reduced.lift(core.options)
+    cost = model.cost(options)
+    return Solution(options, cost, cost)
