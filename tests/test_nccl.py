@@ -27,6 +27,7 @@ from autopar.runtime.cross_mesh import placed_mesh
 from autopar.runtime.cupy_nccl import CupyNccl, nccl_lack
 from autopar.runtime.exchange import chosen
 from autopar.runtime.executor import partition_spec
+from autopar.runtime.interpreter import Interpreter
 from autopar.runtime.introductions import introduced, is_over
 from autopar.runtime.mesh_host import MeshHost
 from autopar.runtime.messages import Where
@@ -35,7 +36,7 @@ from autopar.runtime.pulled import PullPeers
 from autopar.runtime.shipment import MeshShipment, Wire, ship_pipeline
 from autopar.runtime.transport import Message
 from autopar.schedule.cross_mesh import CrossMeshTransfer, Placement, cross_mesh_transfer
-from autopar.schedule.instructions import Receive, Send
+from autopar.schedule.instructions import ONCE, Free, Part, Receive, Run, Send, Slot, Task
 from autopar.schedule.reshard import replicated
 from tests.fake_nccl import FakeNccl
 from tests.mesh_threads import MeshThreads, equal_to_jit
@@ -233,6 +234,42 @@ def test_values_that_waited_for_what_was_given_up_are_not_told() -> None:
     host.rest()
     host._arrays[4] = jax.device_put(np.zeros(2), spec)
     np.testing.assert_array_equal(host.fetch(4, [0])[0], np.zeros(2))
+
+
+def test_what_is_posted_lands_when_it_is_first_read() -> None:
+    """Messages are posted in the order of the list, and land once: at a reader, at the end, or never."""
+    said: list[str] = []
+
+    class Posting:
+        def send(self, message: Message, array: jax.Array) -> None:
+            said.append(f"send {float(array):g}")
+
+        def receive(self, message: Message) -> Any:
+            said.append(f"post {message.transfer}")
+
+            def land() -> jax.Array:
+                said.append(f"land {message.transfer}")
+                return jax.numpy.float32(message.transfer)
+
+            return land
+
+    def add(inputs: Sequence[jax.Array]) -> list[jax.Array]:
+        said.append("run")
+        return [sum(inputs[1:], start=inputs[0])]
+
+    slots = [Slot(0, number) for number in range(6)]
+    task = Task(Part.FORWARD, 0)
+    rows = [
+        *(Receive(number, ONCE, slots[number]) for number in range(4)),
+        Run(task, (slots[1], slots[1]), (slots[4],), ()),
+        Send(9, ONCE, slots[0]),
+        Free((slots[1], slots[2])),
+        Send(9, ONCE, slots[0]),
+    ]
+    finish = {1: lambda array: array * 10}
+    left = Interpreter({(0, Part.FORWARD, 0): add}, Posting(), finish).run(rows, {})
+    assert said == ["post 0", "post 1", "post 2", "post 3", "land 1", "run", "land 0", "send 0", "send 0", "land 3"]
+    assert {slot.name: float(array) for slot, array in left.items()} == {0: 0.0, 3: 3.0, 4: 20.0}
 
 
 # ---------------------------------------------------------------------------------------------------------- pipelines

@@ -252,6 +252,7 @@ class NcclTransport:
         that a device does, and while a message waits for its other end that is for ever.
         """
         for number in sorted({*self._outgoing, *self._incoming}):
+            self._station.check()
             if (leaving := self._outgoing.get(number)) is not None:
                 leaving.send(leaving.zeros())
             else:
@@ -355,7 +356,7 @@ class _Incoming:
     def receive(self) -> Posted:
         """Receive the cells: one group."""
         station = self._station
-        blanks = _by_device(self._blank()) if self._cells else []
+        blanks = _by_device(self._blank()) if self._arrival.transfer.tiles else []
         landings = {
             to: _Landing(blanks[to[1]][station.device(device)], station.stream(device)) for to, device, _ in self._cells
         }
