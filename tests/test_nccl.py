@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -142,8 +143,11 @@ def test_what_is_lent_is_held_and_bounded() -> None:
 
     sending = ends.threads.submit(send)
     assert sent.acquire(timeout=60) and sent.acquire(timeout=60)
-    assert not sent.acquire(timeout=0.5), "a third array would be more than the limit"
-    assert ends.stations[0].lent_bytes(0) == 3 * own  # the third is posted, and waited for
+    until = time.monotonic() + 60
+    while ends.stations[0].lent_bytes(0) < 3 * own and time.monotonic() < until:
+        time.sleep(0.01)
+    assert ends.stations[0].lent_bytes(0) == 3 * own, "the third is posted, and the first is waited for"
+    assert not sent.acquire(timeout=0.3), "it is more than the limit"
     for x in arrays:
         same(receiver.receive(Message(7, 0))(), x, landing_sharding(transfer))
     sending.result(60)
@@ -219,18 +223,23 @@ def test_hanging_up_ends_what_waits() -> None:
 
 def test_values_that_waited_for_what_was_given_up_are_not_told() -> None:
     """A stream that is let go leaves memory as it was: neither the driver nor a checkpoint may get that."""
-    host = MeshHost("mesh 1")
+    host, said = MeshHost("mesh 1"), list[bool]()
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     host._arrays[3] = jax.device_put(np.ones(2), spec)
-    host._exchange = SimpleNamespace(hang_up=lambda: True)
+    host._exchange = SimpleNamespace(may_wait=True, hang_up=lambda: said.append(host._means_nothing))
     np.testing.assert_array_equal(host.fetch(3, [0])[0], np.ones(2))
+    host.keep(5, [(0, 3, Where(ONE, (0,), WHOLE))], 0)
     host.hang_up()
+    assert said == [True], "it is known before anything goes on"
     with pytest.raises(WorkerError, match="mesh 1 has given its arrays up"):
         host.fetch(3, [0])
     with pytest.raises(WorkerError, match="mesh 1 has given its arrays up"):
         host.snapshot(0, [(3, Where(ONE, (0,), WHOLE))])
-    host._exchange = SimpleNamespace(hang_up=lambda: False)
+    with pytest.raises(WorkerError, match="mesh 1 has given its arrays up"):
+        host.keep(6, [(0, 3, Where(ONE, (0,), WHOLE))], 0)
+    assert host.kept_steps() == (5,)
+    host._exchange = SimpleNamespace(may_wait=False)
     host.rest()
     host._arrays[4] = jax.device_put(np.zeros(2), spec)
     np.testing.assert_array_equal(host.fetch(4, [0])[0], np.zeros(2))

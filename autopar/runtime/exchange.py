@@ -104,15 +104,19 @@ class Exchange:
         transport.rehearse()
         return transport
 
-    def hang_up(self) -> bool:
-        """Give up messages that wait for other meshes; may be called by any thread.  Pulls end by themselves.
+    @property
+    def may_wait(self) -> bool:
+        """Whether messages may be under way that wait for other meshes for ever, unless they are given up."""
+        return self._station is not None
 
-        Returns whether there were any: what waited for them goes on with values that mean nothing.
+    def hang_up(self) -> None:
+        """Give up such messages; may be called by any thread.  What waited for them goes on with values that mean nothing.
+
+        Pulls end by themselves.
         """
         station, self._station = self._station, None
         if station is not None:
             station.hang_up()
-        return station is not None
 
     def _nccl(self) -> Library:
         if self._library is None:

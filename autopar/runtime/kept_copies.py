@@ -39,6 +39,10 @@ class KeptCopies:
                         found[leaf, box] = np.array(shards[device])
         self._steps = {known: pieces for known, pieces in self._steps.items() if known >= older_than} | {step: found}
 
+    def forget(self, step: int) -> None:
+        """Drop the copies of a step: what they were made of meant nothing."""
+        self._steps.pop(step, None)
+
     @property
     def steps(self) -> tuple[int, ...]:
         """Those of which there are copies."""

@@ -103,8 +103,9 @@ class MeshHost:
 
     def hang_up(self) -> None:
         """Let go of what waits for other meshes, before :meth:`rest`; may be called while a step runs."""
-        if self._exchange is not None:
-            self._means_nothing |= self._exchange.hang_up()
+        if self._exchange is not None and self._exchange.may_wait:
+            self._means_nothing = True  # before anything that waited goes on
+            self._exchange.hang_up()
 
     def warm(self, meshes: Iterable[Any]) -> None:
         """Run one small sum over every group of axes of some meshes: communicators are made now, not in a first step."""
@@ -345,6 +346,9 @@ class MeshHost:
 
         self._kept = self._kept or KeptCopies()
         self._kept.keep(step, [(leaf, self._array(number), where) for leaf, number, where in leaves], older_than)
+        if self._means_nothing:
+            self._kept.forget(step)
+        self._check_meaning()
 
     def kept_steps(self) -> tuple[int, ...]:
         """Of which steps there are copies."""
