@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from autopar._compat import shape_of
 from autopar.agreed_plans import NO_STAGES, agreed_plan
+from autopar.calls import check_fits, check_initialiser, key_of
 from autopar.cluster import Cluster
 from autopar.collector import paused_collector
 from autopar.compiled import Compiled
@@ -22,12 +22,12 @@ from autopar.compilers import Compiler, Target, target_of
 from autopar.errors import PlanError, TraceError
 from autopar.first_state import born_sharded
 from autopar.graph.roles import Role, infer_roles
-from autopar.graph.tracing import Call, TracedProgram, aval_of_leaf, flatten_call, retracer, trace
+from autopar.graph.tracing import Call, TracedProgram, flatten_call, retracer, trace
 from autopar.graph.wishes import LeafWish, LeafWishes, leaf_wishes, names_on
 from autopar.homes import homes_of
 from autopar.inter_op.account import PipelineAccount, account_of
 from autopar.inter_op.assemble import Assembled, stages_of_leaves
-from autopar.inter_op.terms import BatchCoupling, MicrobatchRng, Terms
+from autopar.inter_op.terms import BatchCoupling, MicrobatchRng
 from autopar.intra_op.search import Found
 from autopar.intra_op.why import Question, Why, why
 from autopar.kept_plans import kept_plan
@@ -43,7 +43,7 @@ from autopar.runtime.executor import Executor
 from autopar.runtime.pipeline import PipelineExecutor
 from autopar.schedule.orders import OrderFunction
 from autopar.schedule.spmd import lower
-from autopar.subjects import Demands, Subjected, as_loop, fingerprint_on, microbatched, subject_of
+from autopar.subjects import Demands, Subjected, as_loop, microbatched, subject_of
 from autopar.transfer import adapt_stage
 from autopar.user_shardings import UserShardings
 
@@ -83,7 +83,7 @@ class Parallelized:
         if (compiled := self._quick.get(quick_key)) is None:
             call = self._flatten(args, kwargs)
             self._refuse_tracers(call)
-            leaves, key = list(call.leaves), (_key_of(call), self._names_on(call), self._like_key)
+            leaves, key = list(call.leaves), (key_of(call), self._names_on(call), self._like_key)
             if (compiled := self._compiled.get(key)) is None:
                 compiled = self._compiled[key] = self._compile(args, kwargs, self.cluster, None)
             if quick_key is not None:
@@ -178,7 +178,7 @@ class Parallelized:
         self, init_fn: Callable[[], Any], rest: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[TracedProgram, Any, Plan, dict[int, int]]:
         """The traced initialiser, the shapes of what it returns, the plan, and the stages of its leaves."""
-        _check_initialiser(init_fn)
+        check_initialiser(init_fn)
         traced = trace(init_fn, (), {})
         # Weak types too: the state is to be what init_fn gives, and jax.eval_shape says of it.
         leaves = [shape_of(aval) for aval in traced.out_avals]
@@ -317,7 +317,7 @@ class Parallelized:
 
     def _subject(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], platform: str) -> Subjected:
         call = self._flatten(args, kwargs)
-        key = (_key_of(call), self._names_on(call), platform, self._like_key)
+        key = (key_of(call), self._names_on(call), platform, self._like_key)
         if key not in self._subjects:
             options = self._options
             static: dict[str, Any] = {
@@ -432,7 +432,7 @@ class Parallelized:
                 self._taken[key] = self._told_or_kept(subject, args, kwargs, cluster, demands)
             plan = self._taken[key]
         terms = self._options.demands.terms(plan.num_microbatches)
-        _check_fits(plan, subject, terms, cluster)
+        check_fits(plan, subject, terms, cluster)
         rewritten = as_loop if plan.is_pipeline else microbatched
         return rewritten(subject, terms, platform), plan
 
@@ -469,51 +469,6 @@ class Parallelized:
             whole = assembled(plan, subject, cluster, donates_state=self._options.demands.donate_state)
             self._pipeline = plan, cluster, whole
         return self._pipeline[2]
-
-
-def _check_initialiser(init_fn: Any) -> None:
-    """Refuse an initialiser that cannot be called without arguments."""
-    if not callable(init_fn):
-        raise TraceError(
-            f"init() takes a function that makes the state, not {type(init_fn).__name__}; a state that is there already "
-            "can be passed to the step as it is"
-        )
-    try:
-        inspect.signature(init_fn).bind()
-    except TypeError as error:
-        raise TraceError(
-            f"init_fn is called without arguments, and {error}; bind them first: functools.partial(init_fn, ...)"
-        ) from error
-    except ValueError:  # some callables written in C tell no signature
-        return
-
-
-def _check_fits(plan: Plan, subject: Subjected, terms: Terms, cluster: Cluster) -> None:
-    if plan.num_devices != cluster.num_devices:
-        raise PlanError(
-            f"the plan is for {plan.num_devices} devices of {plan.cluster}, {cluster.name} has {cluster.num_devices}; "
-            "plan again for this cluster"
-        )
-    if plan.fingerprint != fingerprint_on(subject, terms):
-        ours, theirs = set(subject.program.in_paths), set(plan.in_paths)
-        odd = sorted(ours ^ theirs)[:3]
-        where = (
-            f"they differ in the arguments {', '.join(odd)}"
-            if odd
-            else "the same arguments, but another computation or other shardings in it, or other terms of microbatches"
-        )
-        raise PlanError(f"the plan was made for another program ({where}); plan again for this one")
-
-
-def _key_of(call: Call) -> Hashable:
-    """Paths, shapes and dtypes of the leaves and the static arguments: what a plan depends on, never treedefs."""
-    return tuple(zip(call.paths, map(_type_of, call.leaves, call.paths), strict=True)), call.static
-
-
-def _type_of(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
-    """Shape and dtype; a Python scalar counts as the array that JAX makes of it."""
-    typed = leaf if hasattr(leaf, "dtype") else aval_of_leaf(leaf, path)
-    return tuple(typed.shape), str(typed.dtype)
 
 
 @overload

@@ -1,0 +1,60 @@
+"""What of a call decides which plan it gets, and does a plan that was given fit it?"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable
+from typing import Any
+
+from autopar.cluster import Cluster
+from autopar.errors import PlanError, TraceError
+from autopar.graph.tracing import Call, aval_of_leaf
+from autopar.inter_op.terms import Terms
+from autopar.plan import Plan
+from autopar.subjects import Subjected, fingerprint_on
+
+
+def check_initialiser(init_fn: Any) -> None:
+    """Refuse an initialiser that cannot be called without arguments."""
+    if not callable(init_fn):
+        raise TraceError(
+            f"init() takes a function that makes the state, not {type(init_fn).__name__}; a state that is there already "
+            "can be passed to the step as it is"
+        )
+    try:
+        inspect.signature(init_fn).bind()
+    except TypeError as error:
+        raise TraceError(
+            f"init_fn is called without arguments, and {error}; bind them first: functools.partial(init_fn, ...)"
+        ) from error
+    except ValueError:  # some callables written in C tell no signature
+        return
+
+
+def check_fits(plan: Plan, subject: Subjected, terms: Terms, cluster: Cluster) -> None:
+    """Refuse a plan that was made for another program, or for another number of devices; raises ``PlanError``."""
+    if plan.num_devices != cluster.num_devices:
+        raise PlanError(
+            f"the plan is for {plan.num_devices} devices of {plan.cluster}, {cluster.name} has {cluster.num_devices}; "
+            "plan again for this cluster"
+        )
+    if plan.fingerprint != fingerprint_on(subject, terms):
+        ours, theirs = set(subject.program.in_paths), set(plan.in_paths)
+        odd = sorted(ours ^ theirs)[:3]
+        where = (
+            f"they differ in the arguments {', '.join(odd)}"
+            if odd
+            else "the same arguments, but another computation or other shardings in it, or other terms of microbatches"
+        )
+        raise PlanError(f"the plan was made for another program ({where}); plan again for this one")
+
+
+def key_of(call: Call) -> Hashable:
+    """Paths, shapes and dtypes of the leaves and the static arguments: what a plan depends on, never treedefs."""
+    return tuple(zip(call.paths, map(type_of, call.leaves, call.paths), strict=True)), call.static
+
+
+def type_of(leaf: Any, path: str) -> tuple[tuple[int, ...], str]:
+    """Shape and dtype; a Python scalar counts as the array that JAX makes of it."""
+    typed = leaf if hasattr(leaf, "dtype") else aval_of_leaf(leaf, path)
+    return tuple(typed.shape), str(typed.dtype)
