@@ -1,0 +1,155 @@
+"""How much of what a pipeline sends is hidden behind its work, and does the simulator know?
+
+    python -m benchmarks.hidden [--model "gpt 14M"] [--mbit 200] [--steps 12]        (as root, on Linux with iproute2)
+
+A plan in four stages, one on each of four emulated hosts (:mod:`benchmarks.netns`), runs on slow links and on links that are
+fifty times as fast.  Let T be the measured seconds of a step, S the simulated ones, and W the seconds that the bytes that leave
+all cards in a step take on a slow link, one after the other.  On the slow links
+
+    hidden share, measured  = 1 − (T_slow − T_fast) / W             simulated  = 1 − (S_slow − S_fast) / W
+
+Prints a row for every schedule; wanted are shares that differ by 10 points at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from autopar.cluster import Cluster
+from benchmarks.cluster import DEVICES, HOSTS, WARM_STEPS, Plain, described, set_rates
+from benchmarks.netns import Hosts, Network, RayNodes, why_not
+from benchmarks.netns.cases import CASES, model_of
+
+STAGES = [[DEVICES * host + device for device in range(DEVICES)] for host in range(HOSTS)]
+SCHEDULES = ("gpipe", "1f1b", "eager_1f1b")
+MICROBATCHES = 4
+FAST = 50
+"""So many times as fast are the fast links."""
+WANTED_POINTS = 10.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds of a step on slow and on fast links, and of everything that is sent, one after the other, on slow ones."""
+
+    schedule: str
+    slow_seconds: float
+    fast_seconds: float
+    simulated_slow_seconds: float
+    simulated_fast_seconds: float
+    link_seconds: float
+
+    @property
+    def measured_share(self) -> float:
+        """Of the links' seconds, what does not lengthen the step."""
+        return 1 - (self.slow_seconds - self.fast_seconds) / self.link_seconds
+
+    @property
+    def simulated_share(self) -> float:
+        """The same by the simulator."""
+        return 1 - (self.simulated_slow_seconds - self.simulated_fast_seconds) / self.link_seconds
+
+
+def drive(hosts: Hosts, name: str, mbit: int, links: Mapping[str, Any], steps: int) -> list[Row]:
+    """From a process on the first host."""
+    import autopar
+
+    model = model_of(name)
+    found = Cluster.ray("auto", devices_per_host=DEVICES)
+    slow, fast = (described(found, links[str(rate)]) for rate in (mbit, FAST * mbit))
+    rows = []
+    for schedule in SCHEDULES:
+        options: dict[str, Any] = {"stages": STAGES, "num_microbatches": MICROBATCHES, "schedule": schedule}
+        step = autopar.parallelize(model.train_step, cluster=slow, **options)
+        state, batch = step.init(model.make_state, model.abstract_batch()), model.make_batch(model.batch_size)
+        seconds, link_bytes = {}, 0.0
+        for rate in (mbit, FAST * mbit):
+            set_rates(hosts, rate)
+            times = []
+            for number in range(WARM_STEPS + steps):
+                if number == WARM_STEPS:
+                    before = [hosts.traffic(host) for host in range(HOSTS)]
+                began = time.perf_counter()
+                state, metrics = step(state, batch)
+                float(metrics["loss"])
+                times.append(time.perf_counter() - began)
+            after = [hosts.traffic(host) for host in range(HOSTS)]
+            seconds[rate] = statistics.median(times[WARM_STEPS:])
+            if rate == mbit:
+                link_bytes = (
+                    sum(now.sent_bytes - then.sent_bytes for now, then in zip(after, before, strict=True)) / steps
+                )
+        subject, plan, _ = step.last_records()
+        simulated = [step.account(subject, plan, on).simulation.step_seconds for on in (slow, fast)]
+        link_seconds = 8 * link_bytes / (mbit * 1e6)
+        rows.append(Row(schedule, seconds[mbit], seconds[FAST * mbit], *simulated, link_seconds))
+        print(rows[-1], flush=True)
+    found.close()
+    return rows
+
+
+def table(title: str, rows: Sequence[Row]) -> Table:
+    """A row for every schedule."""
+    made = Table(title=title)
+    made.add_column("schedule")
+    for column in ("slow ms", "fast ms", "simulated", "simulated", "links ms", "hidden", "simulated", "points apart"):
+        made.add_column(column, justify="right")
+    for row in rows:
+        times = (row.slow_seconds, row.fast_seconds, row.simulated_slow_seconds, row.simulated_fast_seconds)
+        apart = 100 * (row.measured_share - row.simulated_share)
+        made.add_row(
+            row.schedule,
+            *(f"{one * 1e3:.0f}" for one in (*times, row.link_seconds)),
+            f"{row.measured_share:.0%}",
+            f"{row.simulated_share:.0%}",
+            f"{apart:+.0f}{'' if abs(apart) <= WANTED_POINTS else ' !'}",
+        )
+    return made
+
+
+def main() -> None:
+    """Bring hosts up, measure links, run, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="gpt 14M", choices=list(CASES))
+    parser.add_argument("--mbit", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--inside", nargs=3, metavar=("PREFIX", "LINKS", "SAID"), help=argparse.SUPPRESS)
+    told = parser.parse_args()
+    if told.inside is not None:
+        prefix, links, said = told.inside
+        hosts = Hosts(Network(HOSTS, 0, prefix=prefix))
+        rows = drive(hosts, told.model, told.mbit, json.loads(Path(links).read_text()), told.steps)
+        Path(said).write_text(json.dumps([asdict(row) for row in rows]))
+        return
+    if reason := why_not():
+        raise SystemExit(f"no hosts can be emulated here: {reason}")
+    with RayNodes(Network(HOSTS, told.mbit)) as nodes, tempfile.TemporaryDirectory() as folder:
+        plain, links = Plain(nodes), {}
+        for rate in (told.mbit, FAST * told.mbit):
+            set_rates(nodes.hosts, rate)
+            links[str(rate)] = plain.run("links")
+        said = [Path(folder) / "links.json", Path(folder) / "said.json"]
+        said[0].write_text(json.dumps(links))
+        command = [sys.executable, "-m", "benchmarks.hidden", "--model", told.model, "--steps", str(told.steps)]
+        command += ["--mbit", str(told.mbit), "--inside", nodes.hosts.prefix, *map(str, said)]
+        if nodes.run(command, {"PYTHONPATH": str(Path(__file__).parents[1])}):
+            raise SystemExit(1)
+        rows = [Row(**row) for row in json.loads(said[1].read_text())]
+    title = f"{told.model}, 4 stages on 4 hosts, {MICROBATCHES} microbatches, {told.mbit} Mbit/s"
+    Console(width=130).print(table(title, rows))
+
+
+if __name__ == "__main__":
+    main()
