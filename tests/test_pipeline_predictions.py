@@ -228,7 +228,12 @@ MEMORY_VERIFY = tuple(
         else [],
     )
     for name in ("mlp_nnx", "gpt", "llama_nnx", "t5", "unet")
-    for count, schedule in ((1, Schedule.ONE_F_ONE_B), (4, Schedule.ONE_F_ONE_B), (4, Schedule.GPIPE))
+    for count, schedule in (
+        (1, Schedule.ONE_F_ONE_B),
+        (4, Schedule.ONE_F_ONE_B),
+        (4, Schedule.GPIPE),
+        (4, Schedule.ZERO_BUBBLE_H1),
+    )
     if (name, "toy", count, schedule) not in MEMORY_ALWAYS
 )
 
