@@ -79,18 +79,22 @@ class MeshThreads:
     def _together(self, work: Callable[[int], Any]) -> list[Any]:
         """One thread per mesh; when one fails, all hang up."""
         wide = bool(jax.config.jax_enable_x64)
+        failures: list[BaseException] = []
 
         def inside(mesh: int) -> Any:
             try:
                 with jax.enable_x64(wide):
                     return work(mesh)
-            except BaseException:
+            except BaseException as error:
+                failures.append(error)
                 for exchange in self.exchanges:
                     exchange.hang_up()
                 raise
 
         futures = [self._threads.submit(inside, mesh) for mesh in range(len(self._shipments.meshes))]
         wait(futures)
+        if failures:
+            raise failures[0]  # others follow from it
         return [future.result() for future in futures]
 
 
