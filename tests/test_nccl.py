@@ -334,6 +334,16 @@ def test_every_schedule_equals_jit(over_nccl: list[MeshThreads], stages: int, co
 
 
 @pytest.mark.verify
+@pytest.mark.parametrize(
+    "schedule", [one for one in Schedule if one not in (Schedule.SINGLE, Schedule.OWN, *PIPELINED)]
+)
+def test_schedules_of_other_kinds_equal_jit(over_nccl: list[MeshThreads], schedule: Schedule) -> None:
+    """Stages that are dealt round two meshes, backwards in two parts: messages in either direction between each two meshes."""
+    equal_to_jit(eight_slow_devices(), 4, 4, schedule=schedule)
+    assert len(over_nccl[0].loaded) in (2, 4)
+
+
+@pytest.mark.verify
 @pytest.mark.parametrize("schedule", PIPELINED)
 @pytest.mark.parametrize("model", ["gpt", "gpt2", "unet", "moe"])
 def test_models_equal_jit(over_nccl: list[MeshThreads], model: str, schedule: Schedule) -> None:
