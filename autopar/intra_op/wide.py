@@ -42,10 +42,10 @@ STATES = 300
 FEW_OPTIONS = (3, 4)
 """Of every node, among which solutions are looked for exactly."""
 
-CLOSE, CLOSE_STATES = 1.6, 20_000
+CLOSE, CLOSE_STATES = 2.5, 20_000
 """Where the gap is less than so many times what is enough, few partial solutions are left to be remembered."""
 
-LAST_STATES = 100_000
+LAST_STATES = 200_000
 """Before an integer program is tried."""
 
 ROUNDING = 1e-9
