@@ -176,7 +176,11 @@ def driver(tmp_path: Path, more: str) -> Any:
         ).replace("step.last_fleet()", "cluster.runs_on.running")
         + more
     )
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    import ray
+
+    # Of several clusters on a machine "auto" finds the newest, which may be another test's.
+    here = ray.get_runtime_context().gcs_address
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "RAY_ADDRESS": here}
     return subprocess.Popen(
         [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )

@@ -107,7 +107,11 @@ class MeshShipment:
         told = hashlib.blake2b(digest_size=16)
         for program in self.programs:
             told.update(program.serialized)
-        told.update(repr((self.stages, self.instructions, self.entries, self.results)).encode())
+        told.update(
+            repr(
+                (self.stages, self.instructions, self.counted, self.outgoing, self.incoming, self.entries, self.results)
+            ).encode()
+        )
         return told.hexdigest()
 
 
