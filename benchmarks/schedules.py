@@ -104,7 +104,7 @@ def by_the_clock(console: Console) -> None:
         step = autopar.parallelize(model.train_step, stages=stages, schedule=schedule, num_microbatches=COUNT)
         state = step.init(model.make_state, model.abstract_batch())
         steps[schedule] = step, state
-    batch, seconds = model.batch(), {schedule: list[float]() for schedule in SCHEDULES}
+    batch, seconds = model.make_batch(model.batch_size), {schedule: list[float]() for schedule in SCHEDULES}
     for _ in range(ROUNDS):
         for schedule, (step, state) in steps.items():
             started = time.perf_counter()
