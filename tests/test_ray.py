@@ -22,7 +22,9 @@ from jax.sharding import PartitionSpec
 
 import autopar
 from autopar.cli import main
+from autopar.runtime.gauges import Gauges
 from autopar.runtime.mesh_host import MeshHost
+from autopar.runtime.messages import HostStatus
 from tests.pipelines import folded
 from tests.ray_cases import BATCH, WIDTH, assert_equal, batch_of, create, train_step, workers_of
 
@@ -269,3 +271,32 @@ def test_a_second_start_plans_and_compiles_nothing(
     assert kept[0] == kept[1]
     assert {path.parts[0] for path in kept[0]} == {"plans", "executables"}
     assert step.last_records()[2] is None, "the plan came from the disk"
+
+
+def test_gauges_show_how_a_process_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray.util.metrics
+
+    shown: dict[tuple[str, str], float] = {}
+
+    class Gauge:
+        def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
+            assert description
+            assert tag_keys == ("host",)
+            self.name, self.tags = name, {"host": ""}
+
+        def set_default_tags(self, tags: dict[str, str]) -> None:
+            self.tags = tags
+
+        def set(self, value: float) -> None:
+            shown[self.name, self.tags["host"]] = value
+
+    monkeypatch.setattr(ray.util.metrics, "Gauge", Gauge)
+    name = "mesh 1, host 2"
+    Gauges(name).set(
+        HostStatus(name, 7, resident_bytes=100, array_bytes=50, step=3, busy_seconds=0.0, step_seconds=0.25)
+    )
+    assert shown == {
+        ("autopar_step_seconds", name): 0.25,
+        ("autopar_array_bytes", name): 50,
+        ("autopar_resident_bytes", name): 100,
+    }
