@@ -153,6 +153,16 @@ def test_status_is_told_to_other_programs(cluster: autopar.Cluster, capsys: pyte
     assert str(step.last.executor.fleet.status()[0].pid) in said
 
 
+def test_kernels_that_the_hosts_may_not_have_are_refused_with_their_line(cluster: autopar.Cluster) -> None:
+    def step(x: jax.Array) -> jax.Array:
+        return jax.ffi.ffi_call("my_kernel", jax.ShapeDtypeStruct(x.shape, x.dtype))(x * 2)
+
+    with pytest.raises(
+        autopar.TraceError, match=r"custom call 'my_kernel' at .*test_ray\.py:\d+ is none that the hosts"
+    ):
+        autopar.parallelize(step, cluster=cluster)(np.ones((8, 8)))
+
+
 def test_arguments_that_cannot_be_sent_are_refused_and_the_step_works_on(cluster: autopar.Cluster) -> None:
     step = autopar.parallelize(train_step, cluster=cluster)
     state = step.init(partial(create, 0), batch_of(0))

@@ -15,6 +15,7 @@ program and one instruction.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -140,9 +141,19 @@ def abstract_mesh(mesh: Mesh) -> AbstractMesh:
     return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
-def refuse_host_calls(graph: Graph) -> None:
-    """Raise ``TraceError`` for a call of the host, which cannot travel, naming the line that makes it."""
+KERNELS = ("__gpu$xla.gpu.triton", "mosaic_gpu", "mosaic_gpu_v2", "tpu_custom_call")
+"""Custom calls of Pallas.  The hosts run the driver's version of JAX, so they have them, whatever JAX promises of others."""
+
+_CUSTOM_CALL = re.compile(r"custom_call @(\S+?)\(")
+_FOREIGN = "ffi_call"
+
+
+def refuse_what_cannot_travel(graph: Graph) -> None:
+    """Raise ``TraceError`` for a call of the host, or of a kernel that the user has registered, naming the line that makes it."""
     for operator, _ in graph.all_operators():
+        if operator.equation.primitive.name == _FOREIGN:
+            file, line = _compat.user_source(operator.equation)
+            raise _unknown_kernel(operator.equation.params["target_name"], f" at {file}:{line}")
         if operator.equation.primitive.name in HOST_CALLS:
             file, line = _compat.user_source(operator.equation)
             raise TraceError(
@@ -163,7 +174,7 @@ def ship_step(
     ``devices`` are the cluster's, row-major on the mesh.
     """
     avals, out_avals = traced.in_avals, traced.out_avals
-    refuse_host_calls(program.graph)
+    refuse_what_cannot_travel(program.graph)
     abstract = abstract_mesh(program.mesh)
     step = jitted_step(program, abstract, donated)
     arguments = [
@@ -196,8 +207,22 @@ def ship_step(
 
 
 def _exported(function: Any, arguments: Sequence[Any], mesh: AbstractMesh, platform: Platform) -> bytes:
+    checks = [export.DisabledSafetyCheck.custom_call(target) for target in KERNELS]
     with jax.disable_jit(False), jax.sharding.use_abstract_mesh(mesh):
-        return bytes(export.export(function, platforms=[platform.value])(*arguments).serialize())
+        try:
+            exported = export.export(function, platforms=[platform.value], disabled_checks=checks)(*arguments)
+        except ValueError as error:
+            if (found := _CUSTOM_CALL.search(str(error))) is None:
+                raise
+            raise _unknown_kernel(found[1], "") from error
+        return bytes(exported.serialize())
+
+
+def _unknown_kernel(target: str, where: str) -> TraceError:
+    return TraceError(
+        f"the custom call {target!r}{where} is none that the hosts are known to have: those of JAX itself and of Pallas are. "
+        "Write it with these, or run the step in one process"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- a pipeline
@@ -211,7 +236,7 @@ def ship_pipeline(
 ) -> Shipments:
     """A pipeline, mesh by mesh; ``transfers`` are by the number of their crossing."""
     for lowering in pipeline.stages:
-        refuse_host_calls(lowering.graph)
+        refuse_what_cannot_travel(lowering.graph)
     places = list(_outputs(pipeline))
     homes = dict(enumerate(pipeline.homes))
     donated = _sent_and_donated(pipeline)
