@@ -40,8 +40,6 @@ SAMPLE = (
     ("llama_nnx", "zero3"),
     ("moe", "zero2"),
     ("two_tower", "zero3"),
-    ("lstm", "data_parallel"),
-    ("wide_resnet", "data_parallel"),
 )
 PRODUCT = tuple((name, method) for name in FAMILIES for method in METHODS)
 

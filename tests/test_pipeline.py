@@ -214,8 +214,8 @@ def test_constraints_hold_on_the_stage_of_the_leaf() -> None:
     ("stages", "options", "homes"),
     [
         (4, {"schedule": "interleaved_1f1b", "mesh_shape": (2, 2)}, (0, 1, 0, 1)),
-        ([[4, 5], [0, 1], [4, 5], [0, 1]], {}, (0, 1, 0, 1)),
-        (4, {"schedule": folded, "mesh_shape": (4,)}, (0, 1, 1, 0)),
+        pytest.param([[4, 5], [0, 1], [4, 5], [0, 1]], {}, (0, 1, 0, 1), marks=pytest.mark.verify),
+        pytest.param(4, {"schedule": folded, "mesh_shape": (4,)}, (0, 1, 1, 0), marks=pytest.mark.verify),
         ([[0, 1], [2], [2], [0, 1]], {"schedule": folded}, (0, 1, 1, 0)),
     ],
     ids=["interleaved", "devices", "own", "own, devices"],

@@ -93,6 +93,7 @@ def test_donated_state_is_refused_and_the_next_one_works(cluster: autopar.Cluste
     step(second, batch_of(1))
 
 
+@pytest.mark.verify
 def test_memory_of_workers_stays_flat(cluster: autopar.Cluster) -> None:
     step = autopar.parallelize(train_step, cluster=cluster)
     state = step.init(partial(create, 0), batch_of(0))

@@ -48,6 +48,7 @@ def run_cases(nodes: RayNodes, cases: dict[str, Any], folder: Path) -> dict[str,
     return found
 
 
+@pytest.mark.verify
 def test_meshes_of_two_hosts(tmp_path: Path) -> None:
     options = {"stages": [[0, 2], [1, 3]], "num_microbatches": 2, "schedule": "1f1b"}
     with RayNodes(Network(2, MBIT)) as nodes:

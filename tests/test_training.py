@@ -139,7 +139,11 @@ def test_too_many_failures_name_the_checkpoints(step: autopar.Parallelized, tmp_
 
 
 @pytest.mark.parametrize(
-    ("options", "goes_back"), [({"method": "data_parallel"}, False), ({"method": "zero3"}, True)], ids=["whole", "cut"]
+    ("options", "goes_back"),
+    [
+        pytest.param({"method": "data_parallel"}, False, id="whole"),
+        pytest.param({"method": "zero3"}, True, id="cut", marks=pytest.mark.verify),
+    ],
 )
 def test_survivors_have_what_the_dead_had_if_it_was_whole_there(
     cluster: autopar.Cluster, options: dict[str, Any], goes_back: bool
