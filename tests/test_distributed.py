@@ -90,12 +90,14 @@ def test_two_processes_train_like_one(options: dict[str, Any]) -> None:
     assert first["plan"] == second["plan"]
 
 
+@pytest.mark.verify
 def test_what_process_0_refuses_is_refused_everywhere() -> None:
     first, second = run({"memory_per_device": 1.0})
     assert "process 0 found no plan" in second["error"]
     assert first["error"] in second["error"]
 
 
+@pytest.mark.verify
 def test_pipelines_are_refused() -> None:
     for said in run({"stages": 2}):
         assert "Cluster.ray()" in said["error"]

@@ -206,6 +206,7 @@ def test_a_pinned_layout_says_that_there_was_no_choice(zero3: Explanation) -> No
     assert zero3.parameters[0].why == "the only layout that zero3, the constraints and the shape leave"
 
 
+@pytest.mark.verify
 def test_a_plan_that_was_squeezed_says_what_it_would_do_without_a_budget() -> None:
     arguments = jax.eval_shape(lambda: (mlp_state(64, 256), mlp_batch(64, 32)))
     free = autopar.parallelize(cluster=V100S)(mlp_step).plan(*arguments)

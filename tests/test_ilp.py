@@ -167,6 +167,7 @@ def test_no_solution_in_time_is_an_error_that_says_what_to_do() -> None:
         solve(_clique(5, 3, seed=5), time_limit_seconds=7.0, backend=late)
 
 
+@pytest.mark.verify
 def test_a_real_time_limit_is_kept() -> None:
     """Too large to be solved at once: either something is found, with an honest bound, or the error is raised."""
     model = _clique(30, 6, seed=9)

@@ -623,7 +623,7 @@ def gpt_arguments() -> Any:
 @pytest.mark.parametrize(
     ("function", "make_arguments"),
     [
-        pytest.param(deep, deep_arguments, id="deep"),
+        pytest.param(deep, deep_arguments, id="deep", marks=pytest.mark.verify),
         pytest.param(build("gpt", "bench").train_step, gpt_arguments, id="gpt", marks=pytest.mark.verify),
     ],
 )

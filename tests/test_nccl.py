@@ -126,6 +126,7 @@ def test_the_cells_of_a_message_are_one_kernel_of_each_device() -> None:
     assert ends.library.kernels == 8
 
 
+@pytest.mark.verify
 def test_what_is_lent_is_held_and_bounded() -> None:
     """The sender waits for the oldest message when it has lent too much; what it has lent nobody else writes to."""
     transfer = between(DISJOINT, CUT, CUT, 1 << 12)

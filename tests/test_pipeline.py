@@ -143,6 +143,7 @@ def test_what_is_not_fixed_is_searched() -> None:
     assert plan.step_seconds == pytest.approx(min(fixed), rel=1e-6)
 
 
+@pytest.mark.verify
 def test_three_stages_share_eight_devices() -> None:
     step = pipeline(train_step, 3, 4)
     same(after_two(step, step.init(make_state, examples())), after_two(jax.jit(train_step), make_state()))
@@ -216,7 +217,7 @@ def test_constraints_hold_on_the_stage_of_the_leaf() -> None:
         (4, {"schedule": "interleaved_1f1b", "mesh_shape": (2, 2)}, (0, 1, 0, 1)),
         pytest.param([[4, 5], [0, 1], [4, 5], [0, 1]], {}, (0, 1, 0, 1), marks=pytest.mark.verify),
         pytest.param(4, {"schedule": folded, "mesh_shape": (4,)}, (0, 1, 1, 0), marks=pytest.mark.verify),
-        ([[0, 1], [2], [2], [0, 1]], {"schedule": folded}, (0, 1, 1, 0)),
+        pytest.param([[0, 1], [2], [2], [0, 1]], {"schedule": folded}, (0, 1, 1, 0), marks=pytest.mark.verify),
     ],
     ids=["interleaved", "devices", "own", "own, devices"],
 )
@@ -243,6 +244,7 @@ def test_the_schedule_of_the_how_to() -> None:
     assert step.last.plan.schedule is Schedule.OWN and step.last.plan.meshes_of_stages == (0, 1, 1, 0)
 
 
+@pytest.mark.verify
 def test_values_stay_on_a_mesh_in_another_layout() -> None:
     """A skip connection from stage 1 to stage 3 on the same mesh, which the first wants cut and the other whole."""
 

@@ -81,8 +81,8 @@ MODELS: Mapping[str, Callable[[], Model]] = {
     "gpt_masked": masked_gpt,
     "gpt_multi_steps": gpt_with_multi_steps,
 }
-NAMED = ("gpt", "unet")
-"""Met by the default run; the first ties its embedding and clips by the global norm, the other skips from stage to stage.
+NAMED = ("unet",)
+"""Met by the default run; values skip from stage to stage.
 
 The others are in the verify product only: the default run has minutes.
 """
@@ -237,7 +237,7 @@ def test_what_cannot_be_cut_is_refused(row: Row) -> None:
 
 
 def test_the_sample_covers_every_pair() -> None:
-    rows = product(NAMED, ALONE)
+    rows = product(("gpt", "gpt2", "gpt_multi_steps", "unet"), ALONE)
     sample = covering(rows, seed=0)
     assert frozenset().union(*(row.pairs for row in sample)) == frozenset().union(*(row.pairs for row in rows))
     assert len(sample) < len(rows) / 5

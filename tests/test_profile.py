@@ -555,6 +555,7 @@ def test_a_plan_on_measured_prices_agrees_with_its_program() -> None:
 # ----------------------------------------------------------------------------------------------------------- measuring
 
 
+@pytest.mark.verify
 def test_everything_is_measured_on_all_devices() -> None:
     effort = Effort(
         full_bytes=(1 << 12, 1 << 16), sides=(16, 32), dtypes=("float32",), array_bytes=(1 << 12, 1 << 20),

@@ -39,7 +39,13 @@ PLANS = {
 }
 
 
-VERIFIED = ("fully sharded", "four stages", "own order across hosts")
+VERIFIED = (
+    "one mesh over two hosts",
+    "fully sharded",
+    "stages across hosts",
+    "four stages",
+    "own order across hosts",
+)
 
 
 @pytest.mark.parametrize(
@@ -265,6 +271,7 @@ def test_rows_of_another_number_are_refused() -> None:
         autopar.HostData(lambda step, rows: None, {"a": np.ones(3), "b": np.ones(4)})
 
 
+@pytest.mark.verify
 def test_a_second_start_plans_and_compiles_nothing(
     local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
