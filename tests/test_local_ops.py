@@ -138,6 +138,7 @@ def program_cases() -> list[Case]:
     ]
 
 
+@pytest.mark.verify
 def test_pieces_of_training_steps(program_cases: list[Case]) -> None:
     names = {case.operator.primitive for case in program_cases}
     assert names >= {"gather", "scatter-add", "random_bits", "iota", "dot_general", "reduce_max", "reduce_window_max"}

@@ -125,6 +125,7 @@ def test_a_host_that_answers_and_gets_nowhere(
     assert "waited" in run.restarts[0]
 
 
+@pytest.mark.verify
 def test_too_many_failures_name_the_checkpoints(step: autopar.Parallelized, tmp_path: Path) -> None:
     checkpoints = autopar.Checkpoints(tmp_path, every_steps=2)
     run = autopar.Run(step, make, batches, steps=30, checkpoints=checkpoints, recovery=autopar.Recovery(max_restarts=0))
