@@ -322,7 +322,6 @@ class MeshHost:
         import jax
 
         from autopar.runtime.messages import HostPieces
-        from autopar.runtime.stage_executable import stored_sharding
         from autopar.runtime.storage import read_piece
         from autopar.schedule.cross_mesh import piece_box
 
@@ -337,8 +336,7 @@ class MeshHost:
                     if box not in boxes:
                         boxes[box] = read_piece(stored, box)
                     ordered.append(boxes[box])
-            pieces = HostPieces(stored.shape, tuple(ordered), key_impl)
-            self._arrays[number] = self._put(pieces, stored_sharding(where.layout, mesh))
+            self.put(number, HostPieces(stored.shape, tuple(ordered), key_impl), where)
 
     def keep(self, step: int, leaves: Sequence[Any], older_than: int) -> None:
         """Copy the pieces of some leaves, (leaf, number, where) each, into this host's memory; forget older copies."""
@@ -363,14 +361,12 @@ class MeshHost:
         from dataclasses import replace
 
         from autopar.runtime.kept_copies import KeptCopies
-        from autopar.runtime.stage_executable import stored_sharding
 
         self._kept = self._kept or KeptCopies()
         pieces = {key: piece for one in given for key, piece in one.items()}
         for leaf, number, where, shape, key_impl in leaves:
-            mesh = self._jax_mesh(where.mesh, where.devices, tuple(sorted(where.devices)))
             together = self._kept.put_together(step, leaf, boxes[leaf], shape, pieces)
-            self._arrays[number] = self._put(replace(together, key_impl=key_impl), stored_sharding(where.layout, mesh))
+            self.put(number, replace(together, key_impl=key_impl), where)
 
     def wait(self, number: int) -> None:
         """Return when an array is there."""
