@@ -27,7 +27,7 @@ import numpy as np
 from autopar.errors import PlanError
 from autopar.intra_op.eliminate import optimum_by_elimination
 from autopar.intra_op.model import Model, Solution
-from autopar.intra_op.reduce import reduce_model
+from autopar.intra_op.reduce import by_reduction
 from autopar.intra_op.wide import is_wide, solve_wide
 
 INTEGRALITY_TOLERANCE = 1e-5
@@ -78,24 +78,9 @@ def solve(model: Model, *, time_limit_seconds: float = 60.0, backend: Backend | 
         return _solve_core(core, time_limit_seconds, backend or default_backend())
 
     def any_core(core: Model) -> Solution | None:
-        return solve_wide(core, lambda part: _by_reduction(part, narrow)) if is_wide(core) else narrow(core)
+        return solve_wide(core, lambda part: by_reduction(part, narrow)) if is_wide(core) else narrow(core)
 
-    return _by_reduction(model, any_core)
-
-
-def _by_reduction(model: Model, solve_core: Callable[[Model], Solution | None]) -> Solution | None:
-    """The best solution, from one of what the exact reductions leave."""
-    reduced = reduce_model(model)
-    if not reduced.core:
-        options = reduced.lift(())
-        cost = model.cost(options)
-        return Solution(options, cost, cost) if np.isfinite(cost) and model.fits(options) else None
-    core = solve_core(reduced.model)
-    if core is None:
-        return None
-    options = reduced.lift(core.options)
-    cost = model.cost(options)
-    return Solution(options, cost, cost - (core.cost - core.bound), reduced.model.num_variables)
+    return by_reduction(model, any_core)
 
 
 def _solve_core(model: Model, time_limit_seconds: float, backend: Backend) -> Solution | None:

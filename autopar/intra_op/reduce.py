@@ -10,11 +10,12 @@ A node that some memory row weighs is touched by neither, for its cost is not al
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.intra_op.model import MemoryRow, Model, Pair
+from autopar.intra_op.model import MemoryRow, Model, Pair, Solution
 
 
 @dataclass(frozen=True)
@@ -162,3 +163,18 @@ class _Reducer:
             self._around[a][b] = value
             self._around[b][a] = value.T
         self._around[node] = {}
+
+
+def by_reduction(model: Model, solve_core: Callable[[Model], Solution | None]) -> Solution | None:
+    """The best solution, from one of what the exact reductions leave."""
+    reduced = reduce_model(model)
+    if not reduced.core:
+        options = reduced.lift(())
+        cost = model.cost(options)
+        return Solution(options, cost, cost) if np.isfinite(cost) and model.fits(options) else None
+    core = solve_core(reduced.model)
+    if core is None:
+        return None
+    options = reduced.lift(core.options)
+    cost = model.cost(options)
+    return Solution(options, cost, cost - (core.cost - core.bound), reduced.model.num_variables)

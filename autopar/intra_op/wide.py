@@ -25,7 +25,7 @@ from autopar.intra_op.bound import Messages, likeliest
 from autopar.intra_op.eliminate import optimum_by_elimination
 from autopar.intra_op.frontier import best_along, in_order, narrow_order
 from autopar.intra_op.model import Model, Solution, narrowed_costs
-from autopar.intra_op.reduce import reduce_model
+from autopar.intra_op.reduce import by_reduction
 
 WIDE_VARIABLES = 10_000
 """From here on the relaxation takes seconds, up to minutes; messages take tenths of a second."""
@@ -184,10 +184,4 @@ def _solve_part(model: Model, kept: Sequence[np.ndarray], solve: Solver) -> Solu
 
 def optimum_of_narrow(model: Model) -> Solution | None:
     """The optimum of a model of few options; None where there is none or it is not narrow enough."""
-    reduced = reduce_model(model)
-    core = optimum_by_elimination(reduced.model)
-    if core is None:
-        return None
-    options = reduced.lift(core.options)
-    cost = model.cost(options)
-    return Solution(options, cost, cost)
+    return by_reduction(model, optimum_by_elimination)
