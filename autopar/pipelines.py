@@ -209,7 +209,7 @@ def _searched(
         return None  # the refusal of the plan on one mesh, or of one grouping, says more
     if found is None:
         return None
-    one = replace(known[found.pipeline.order.num_microbatches][0], coupling=coupling)
+    one = replace(known[found.count][0], coupling=coupling)
     return one, plan_of_pipeline(one, cluster, demands, found), None
 
 
@@ -275,7 +275,7 @@ def assembled(plan: Plan, subject: Subjected, cluster: Cluster, *, donates_state
 
 def plan_of_pipeline(subject: Subjected, cluster: Cluster, demands: Demands, found: PipelineFound) -> Plan:
     """The planner's answer as plain data."""
-    stages, schedule = found.pipeline.stages, found.arrangement.schedule
+    stages, schedule = [cost.lowering for cost in found.costs], found.arrangement.schedule
     in_layouts, out_layouts = layouts_of_leaves(stages, subject.graph)
     reports = tuple({id(one): one.solver for one in found.found}.values())
     return Plan(
@@ -289,7 +289,7 @@ def plan_of_pipeline(subject: Subjected, cluster: Cluster, demands: Demands, fou
         out_paths=subject.program.out_paths,
         in_layouts=in_layouts,
         out_layouts=out_layouts,
-        prediction=predict_pipeline(found.pipeline, found.costs, found.simulation),
+        prediction=predict_pipeline(found.costs, found.homes, found.count, found.forecast),
         solver=SolverReport(
             variables=sum(one.variables for one in reports),
             variables_after_reduction=sum(one.variables_after_reduction for one in reports),
@@ -300,7 +300,7 @@ def plan_of_pipeline(subject: Subjected, cluster: Cluster, demands: Demands, fou
         num_microbatches=subject.num_microbatches,
         schedule=schedule if isinstance(schedule, Schedule) else Schedule.OWN,
         cuts=found.arrangement.cuts,
-        order=() if isinstance(schedule, Schedule) else as_entries(found.pipeline.order),
+        order=() if isinstance(schedule, Schedule) else as_entries(found.order),
     )
 
 

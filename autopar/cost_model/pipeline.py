@@ -18,6 +18,7 @@ from functools import cached_property
 
 from autopar.cluster import Cluster
 from autopar.cost_model.arrays import arrays_of
+from autopar.cost_model.forecast import Forecast
 from autopar.cost_model.machine import Load, Machine, make_machine, message_load
 from autopar.cost_model.memory import timeline
 from autopar.cost_model.predict import collectives_of, local_bytes, run_costs
@@ -29,7 +30,7 @@ from autopar.graph.ir import Phase
 from autopar.plan import CollectiveUse, Memory, Prediction
 from autopar.profile import Dispatch
 from autopar.schedule.cross_mesh import CrossMeshTransfer, Placement, move_on_mesh
-from autopar.schedule.instructions import Part, Slot, Task
+from autopar.schedule.instructions import ONCE, Part, Slot, Task
 from autopar.schedule.pipeline import Pipeline, StageLowering, layouts_of_crossing
 from autopar.schedule.reshard import local_shape
 from autopar.schedule.slices import Executable, Scope
@@ -194,13 +195,22 @@ def simulate_pipeline(
     return simulate(pipeline.lists.lists, work, machine_of(pipeline, cluster))
 
 
-def predict_pipeline(pipeline: Pipeline, costs: Sequence[StageCost], simulation: Simulation) -> Prediction:
-    """What is said of a whole step: seconds as simulated; work and collectives of the busiest mesh, on one of its devices;
-    bytes of the fullest device.
+def row_bytes(pipeline: Pipeline, costs: Sequence[StageCost]) -> tuple[float, ...]:
+    """Bytes that a device of each mesh is given for every microbatch: rows of the batch, as they lie before the first pass."""
+    given = [0.0] * len(pipeline.lists.lists)
+    for slot in pipeline.lists.given:
+        if slot.microbatch != ONCE:
+            given[pipeline.homes[slot.stage]] += costs[slot.stage].slot_bytes[slot.name]
+    return tuple(size / pipeline.order.num_microbatches for size in given)
+
+
+def predict_pipeline(costs: Sequence[StageCost], homes: Sequence[int], count: int, said: Forecast) -> Prediction:
+    """What is said of a whole step of ``count`` microbatches, from the price of every stage and its mesh.
+
+    Seconds as simulated; work and collectives of the busiest mesh, on one of its devices; bytes of the fullest device.
     """
-    count = pipeline.order.num_microbatches
-    on_mesh: list[list[StageCost]] = [[] for _ in pipeline.order.meshes]
-    for home, cost in zip(pipeline.homes, costs, strict=True):
+    on_mesh: list[list[StageCost]] = [[] for _ in said.peak_bytes]
+    for home, cost in zip(homes, costs, strict=True):
         on_mesh[home].append(cost)
     busiest = max(on_mesh, key=lambda own: sum(cost.step_seconds(count) for cost in own))
     runs = [
@@ -211,7 +221,7 @@ def predict_pipeline(pipeline: Pipeline, costs: Sequence[StageCost], simulation:
         for cost, times in runs
         for use in cost.collectives
     ]
-    peaks = simulation.peak_bytes
+    peaks = said.peak_bytes
     fullest = max(range(len(on_mesh)), key=lambda mesh: peaks[mesh])
     state, peak = sum(cost.state_bytes for cost in on_mesh[fullest]), int(peaks[fullest])
     return Prediction(
@@ -222,7 +232,7 @@ def predict_pipeline(pipeline: Pipeline, costs: Sequence[StageCost], simulation:
         bytes_moved=sum(cost.bytes_moved * times for cost, times in runs),
         collectives=tuple(collectives),
         memory=Memory(state, state, state, peak - state, {"state": state, "other": peak - state}),
-        simulated_seconds=simulation.step_seconds,
+        simulated_seconds=said.step_seconds,
         allocation_seconds=sum(cost.allocation_seconds * times for cost, times in runs),
     )
 

@@ -59,6 +59,15 @@ def structure(jaxpr: Any) -> str:
     return hashlib.sha256("".join(parts).encode()).hexdigest()
 
 
+def work(equation: Any) -> str:
+    """Canonical text of what an equation computes of its operands: primitive, parameters, literals, types of results."""
+    literals = ",".join(
+        f"{_encode(atom.val)}:{_type(atom.aval)}" for atom in equation.invars if isinstance(atom, Literal)
+    )
+    results = " ".join(_type(var.aval) for var in equation.outvars)
+    return f"{equation.primitive.name} {_encode_params(equation)} {literals} > {results}"
+
+
 def leaf_signature(program: TracedProgram) -> tuple[tuple[str, tuple[int, ...], str], ...]:
     """(path, shape, dtype) of every input, hidden ones last: what a plan is keyed by, never equality of trees."""
     return tuple(

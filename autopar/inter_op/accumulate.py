@@ -10,12 +10,15 @@ which computes the same numbers (up to the order of the additions): shapes that 
 microbatch, constants (the 1/N of a mean) stay what they are, random numbers are those of the whole batch's draw.  The loop is
 an ordinary ``scan``, so the planner prices and shards it like any other; accumulators may stay partial on devices.
 
+What a barrier of rematerialisation guards is recomputed in the loop as far as it belongs to a microbatch.  The rest, weights in
+a narrow type say, is made once before the loop and kept, for the forward passes read it all along.
+
 Batch leaves enter as (N, B/N, …): microbatch j is row j, and a device holds its share of every row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +28,7 @@ from jax import lax
 
 from autopar import _compat
 from autopar.graph.build import BARRIER, LoopKind
+from autopar.graph.fingerprint import work
 from autopar.graph.inline import inline
 from autopar.graph.ir import Operator
 from autopar.graph.tracing import TracedProgram
@@ -90,21 +94,25 @@ class Rewriting:
         whole.update({value: row.reshape(-1, *row.shape[2:]) for value, row in rows.items()})
         whole.update(zip(graph.constants, _compat.consts_of(graph.jaxpr), strict=True))
         parts = _Parts(level, self._examples.before)
-        self.run_whole(parts.before, whole)
+        self.run_whole(parts.before, whole, parts.behind)
+        whole.update({value: whole[known] for value in parts.same if (known := parts.behind(value)) in whole})
         sums, stacked = self._loop(parts, whole, rows)
         for value in parts.sums:
             whole[value] = sums[value]
         for value in parts.stacked:
             whole[value] = unstacked(stacked[value], cut_dim(level.forms[value]) or 0)
-        whole.update({later: whole[value] for value, later in parts.guarded.items() if value in whole})
-        self.run_whole(parts.after, whole)
-        return operands_of(graph.outputs, _compat.jaxpr_of(graph.jaxpr).outvars, whole.__getitem__)
+        self.run_whole(parts.after, whole, parts.behind)
+        outputs = _compat.jaxpr_of(graph.jaxpr).outvars
+        return operands_of(graph.outputs, outputs, lambda value: whole[parts.behind(value)])
 
-    def run_whole(self, operators: Sequence[Operator], known: dict[int, Any]) -> None:
-        """Run operators as they are; their results join ``known``."""
+    def run_whole(
+        self, operators: Sequence[Operator], known: dict[int, Any], behind: Callable[[int], int] = lambda value: value
+    ) -> None:
+        """Run operators as they are; their results join ``known``, where a value is found as the one ``behind`` it."""
         for operator in operators:
             with _compat.as_written(operator.equation):
-                results = _compat.evaluate(operator.equation, _operands(operator, known.__getitem__))
+                operands = _operands(operator, lambda value: known[behind(value)])
+                results = _compat.evaluate(operator.equation, operands)
             known.update(zip(operator.results, results, strict=True))
 
     def _loop(self, parts: _Parts, whole: Mapping[int, Any], rows: Mapping[int, Any]) -> tuple[Any, Any]:
@@ -158,6 +166,8 @@ class Rewriting:
                     results = self._draw(one, todo, operand)
                 elif todo.bodies:
                     results = self._run_loop(one, todo, operand)
+                elif todo.primitive == BARRIER and todo.id in level.strategies:
+                    results = self._guard(one, todo, operand)
                 elif level.strategies.get(todo.id):
                     results = self._run(one, todo, level.strategies[todo.id], operand)
                 else:
@@ -166,6 +176,12 @@ class Rewriting:
         return known
 
     def _run(self, one: Microbatch, operator: Operator, strategy: tuple[Axes, ...], operand: _Operand) -> list[Any]:
+        arrays = self._cut_operands(operator, strategy, operand)
+        return run_local(
+            operator, operator.equation, arrays, strategy, self._examples.mesh, index=lambda axes: one.number
+        )
+
+    def _cut_operands(self, operator: Operator, strategy: tuple[Axes, ...], operand: _Operand) -> list[Any]:
         carried = {number for number, axes in enumerate(strategy) if axes}
         arrays = []
         for value, dims, atom in zip(operator.operands, operator.rule.operands, operator.equation.invars, strict=True):
@@ -174,9 +190,15 @@ class Rewriting:
                 continue
             dim = next((d for d, factors in enumerate(dims) if carried.intersection(factors)), None)
             arrays.append(operand(value, dim))
-        return run_local(
-            operator, operator.equation, arrays, strategy, self._examples.mesh, index=lambda axes: one.number
-        )
+        return arrays
+
+    def _guard(self, one: Microbatch, operator: Operator, operand: _Operand) -> list[Any]:
+        """What belongs to the microbatch goes through the barrier, the rest stands beside it."""
+        results = self._cut_operands(operator, one.level.strategies[operator.id], operand)
+        own = [number for number, value in enumerate(operator.results) if not one.level.is_whole(value)]
+        for number, array in zip(own, lax.optimization_barrier([results[number] for number in own]), strict=True):
+            results[number] = array
+        return results
 
     def _draw(self, one: Microbatch, operator: Operator, operand: _Operand) -> list[Any]:
         """The random bits of a microbatch that is traced alone: its own, or its rows of the whole batch's."""
@@ -257,46 +279,56 @@ class _Parts:
 
     def __init__(self, level: Level, early: frozenset[int]) -> None:
         graph = level.graph
-        inside = _running_inside(level, early)
+        inside = [o for o in graph.operators if o.id not in early and o.id in level.strategies]
         self.inside = _with_regrown(level, inside)
         running = {operator.id for operator in inside}
+        self.same = {
+            result: value
+            for operator in inside
+            if operator.primitive == BARRIER
+            for value, result in zip(operator.operands, operator.results, strict=True)
+            if value is not None and level.is_whole(result)
+        }
         whole = [o for o in graph.operators if o.id not in running and all(r in level.forms for r in o.results)]
         read_inside = {v for o in inside for v in o.operands if v is not None and level.is_whole(v)}
         read_inside |= {v for o, _ in level.regrown.values() for v in o.operands if v is not None}
-        needed = set(read_inside)
+        needed = set(map(self.behind, read_inside))
         before = []
         for operator in reversed(whole):
             if operator.id in early or not needed.isdisjoint(operator.results):
                 before.append(operator)
-                needed.update(v for v in operator.operands if v is not None)
-        self.before = before[::-1]
-        done = {operator.id for operator in self.before} | running
+                needed.update(self.behind(v) for v in operator.operands if v is not None)
+        self.before = self._without_repetitions(before[::-1])
+        done = {operator.id for operator in before} | running
         self.after = [operator for operator in graph.operators if operator.id not in done]
         read_after = {v for o in self.after for v in o.operands if v is not None}
         read_after |= {v for v in graph.outputs if v is not None}
         made_inside = [r for o in inside for r in o.results if r in read_after]
-        # What a barrier guards is known outside without it.
-        barriers = [o for o in inside if o.primitive == BARRIER]
-        self.guarded = {
-            v: r
-            for o in barriers
-            for v, r in zip(o.operands, o.results, strict=True)
-            if v is not None and level.is_whole(r)
-        }
         self.sums = [v for v in made_inside if level.forms[v].partial]
         self.stacked = [v for v in made_inside if cut_dim(level.forms[v]) is not None]
 
+    def behind(self, value: int) -> int:
+        """The value that a barrier in the loop guards, or that was computed before, if it is known outside of the loop."""
+        while value in self.same:
+            value = self.same[value]
+        return value
 
-def _running_inside(level: Level, early: frozenset[int]) -> list[Operator]:
-    """Operators of the loop: those of pieces and sums, and what follows in it from values that barriers guard there."""
-    inside = []
-    guarded: set[int] = set()
-    for operator in level.graph.operators:
-        follows = not guarded.isdisjoint(operator.operands) and all(r in level.forms for r in operator.results)
-        if operator.id not in early and (operator.id in level.strategies or follows):
-            inside.append(operator)
-            guarded.update(r for r in operator.results if level.is_whole(r))
-    return inside
+    def _without_repetitions(self, operators: Sequence[Operator]) -> list[Operator]:
+        """Without what was to be computed again behind a barrier, and is now what was computed in the first place."""
+        first: dict[Hashable, Operator] = {}
+        again: set[int] = set()
+        left = []
+        for operator in operators:
+            is_again = not again.isdisjoint(operator.operands) or not self.same.keys().isdisjoint(operator.operands)
+            operands = tuple(None if v is None else self.behind(v) for v in operator.operands)
+            known = first.setdefault((work(operator.equation), operands), operator)
+            if known is operator or not is_again or operator.equation.effects:
+                left.append(operator)
+            else:
+                self.same.update(zip(operator.results, known.results, strict=True))
+            if is_again:
+                again.update(operator.results)
+        return left
 
 
 def _with_regrown(level: Level, operators: Sequence[Operator]) -> list[Operator | tuple[int, int]]:

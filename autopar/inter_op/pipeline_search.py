@@ -208,7 +208,7 @@ class _Search:
             self._deal(MOST_DEALT if size <= PLANNED_OPERATORS else 1, nearly)
         if self._best is not None and size <= PLANNED_OPERATORS:
             self._climb()
-            self._best = self._planner(self._best.pipeline.order.num_microbatches).refined(self._best)
+            self._best = self._planner(self._best.count).refined(self._best)
             self._enough = self._best.step_seconds
         if self._wanted.schedule is None and self._wanted.may_be_alone:
             self._split_backward(MOST_SPLIT if size <= PLANNED_OPERATORS else 1)
@@ -222,7 +222,7 @@ class _Search:
         known += sorted(self._fastest, key=lambda one: one.step_seconds)
         alone = [one for one in known if len(one.arrangement.sharing) == len(one.arrangement.devices)]
         for one in alone[:most]:
-            self._take(self._planner(one.pipeline.order.num_microbatches).under(one, Schedule.ZERO_BUBBLE_H1))
+            self._take(self._planner(one.count).under(one, Schedule.ZERO_BUBBLE_H1))
 
     def _take(self, candidate: PipelineFound | None) -> bool:
         """Keep a pipeline if it is the fastest; whether it is."""

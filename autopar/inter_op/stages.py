@@ -13,24 +13,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from autopar.cluster import Cluster, Mesh
-from autopar.cost_model.pipeline import StageCost, simulate_pipeline, stage_cost
+from autopar.cost_model.forecast import Forecast, Rehearsal, forecast, rehearsed_counts
+from autopar.cost_model.pipeline import StageCost, row_bytes, simulate_pipeline, stage_cost
 from autopar.cost_model.simulate import Simulation
 from autopar.errors import BudgetError, PlanError
 from autopar.graph.build import build_graph_by
 from autopar.graph.fingerprint import structure
 from autopar.graph.ir import Graph
 from autopar.graph.rules import Rulebook
-from autopar.inter_op.assemble import assemble
+from autopar.inter_op.assemble import Assembled, assemble
 from autopar.inter_op.cut import cut
 from autopar.inter_op.looped import Looped
 from autopar.intra_op.priced import PricedStage, Prices
 from autopar.intra_op.restrict import Restriction
-from autopar.intra_op.search import Ground, Task
+from autopar.intra_op.search import WORTH_SHARE, Ground, Task
 from autopar.plan import Schedule
 from autopar.schedule.cross_mesh import CrossMeshTransfer
-from autopar.schedule.orders import OrderFunction, make_order, schedule_name
+from autopar.schedule.orders import Order, OrderFunction, make_order, schedule_name
 from autopar.schedule.pipeline import Pipeline, lower_stage
 from autopar.schedule.stage_program import Cut, Passing, StageProgram
 from autopar.wording import bytes_text
@@ -45,6 +47,10 @@ RISES = 4
 HALVINGS = 1
 """How often the prices are lowered again, half-way in their logarithms to the last that were too low."""
 
+
+LARGE_OPERATORS = 8_000
+LARGE_WORTH_SHARE = 0.01
+"""Of steps of more operators other meshes are left alone that could make a stage faster by this share at best."""
 
 MAX_AXES = 2
 """Meshes of stages have so many axes at most, unless more are asked for."""
@@ -85,6 +91,11 @@ class PipelineTask:
     ground: Callable[[], Ground] | None = None
     """What plans of the whole looped step share, if it is known already."""
 
+    @property
+    def worth_share(self) -> float:
+        """Where another mesh of a stage saves no more than this share of its seconds, it is left alone."""
+        return LARGE_WORTH_SHARE if len(self.loop.graph.operators) > LARGE_OPERATORS else WORTH_SHARE
+
 
 @dataclass(frozen=True)
 class Arrangement:
@@ -108,20 +119,49 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class PipelineFound:
-    """A pipeline, planned and simulated; ``found`` are the intra-operator planner's own records of each stage."""
+    """A pipeline, planned; ``found`` are the intra-operator planner's own records of each stage.
+
+    ``count`` is the number of microbatches, ``homes`` the mesh of every stage; ``forecast`` says what a step takes.
+    """
 
     arrangement: Arrangement
+    cluster: Cluster
     cut: Cut
-    pipeline: Pipeline
-    costs: tuple[StageCost, ...]
-    transfers: Mapping[int, CrossMeshTransfer] = field(repr=False)
-    simulation: Simulation = field(repr=False)
+    count: int
+    homes: tuple[int, ...]
+    costs: tuple[StageCost, ...] = field(repr=False)
+    forecast: Forecast
     found: tuple[PricedStage, ...] = field(repr=False)
 
     @property
     def step_seconds(self) -> float:
         """Predicted seconds of a step."""
-        return self.simulation.step_seconds
+        return self.forecast.step_seconds
+
+    @property
+    def order(self) -> Order:
+        """The tasks of each mesh, in its order."""
+        return make_order(self.arrangement.schedule, len(self.homes), self.count, len(self.arrangement.sharing))
+
+    @cached_property
+    def whole(self) -> Assembled:
+        """The pipeline as it runs."""
+        return assemble(self.cut, [cost.lowering for cost in self.costs], self.order, self.cluster)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """Its executables and its lists."""
+        return self.whole.pipeline
+
+    @property
+    def transfers(self) -> Mapping[int, CrossMeshTransfer]:
+        """How arrays get from mesh to mesh, by the number of the crossing."""
+        return self.whole.transfers
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """One whole step."""
+        return simulate_pipeline(self.pipeline, self.costs, self.transfers, self.cluster)
 
 
 class StagePlanner:
@@ -206,6 +246,11 @@ class StagePlanner:
         """The best stage of every program at its price; stages that share a mesh agree on the one that is best for all."""
         found: dict[int, PricedStage] = {}
         for stages in arrangement.sharing:
+            if len(stages) == 1:
+                found[stages[0]] = self._stage(made.stages[stages[0]], arrangement, stages[0]).cheapest(
+                    prices[stages[0]]
+                )
+                continue
             answers = {
                 stage: self._stage(made.stages[stage], arrangement, stage).by_mesh(prices[stage]) for stage in stages
             }
@@ -222,8 +267,8 @@ class StagePlanner:
 
     def _over(self, result: PipelineFound) -> list[bool]:
         """For each stage whether the devices of its mesh hold too much."""
-        peaks = result.simulation.peak_bytes
-        return [peaks[home] > self._task.budget_bytes for home in result.pipeline.homes]
+        peaks = result.forecast.peak_bytes
+        return [peaks[home] > self._task.budget_bytes for home in result.homes]
 
     def cut(self, cuts: tuple[int, ...]) -> Cut:
         """The step cut before these forward operators."""
@@ -264,6 +309,7 @@ class StagePlanner:
                 solver_seconds=task.solver_seconds,
                 names={value: task.names[position] for value, position in leaves.items()},
                 report_progress=task.report_progress,
+                worth_share=task.worth_share,
                 separate=asked.separate,
             )
         )
@@ -294,17 +340,23 @@ class StagePlanner:
         return None if any(self._over(other)) else other
 
     def _simulated(self, arrangement: Arrangement, made: Cut, found: Sequence[PricedStage]) -> PipelineFound:
-        count = self._task.loop.count
-        order = make_order(arrangement.schedule, len(found), count, len(arrangement.sharing))
+        """The pipeline of stages that are planned; of a user's schedule all microbatches are simulated."""
+        cluster, count, meshes = self._task.cluster, self._task.loop.count, len(arrangement.sharing)
+        is_known = isinstance(arrangement.schedule, Schedule)
+        counts = rehearsed_counts(count, meshes) if is_known else (count,)
+        orders = [make_order(arrangement.schedule, len(found), number, meshes) for number in counts]
         costs = tuple(
-            self._cost(program, one, devices, splits_backward=order.splits_backward)
+            self._cost(program, one, devices, splits_backward=orders[0].splits_backward)
             for program, one, devices in zip(made.stages, found, arrangement.devices, strict=True)
         )
-        cluster = self._task.cluster
         lowered = [cost.lowering for cost in costs]
-        whole = assemble(made, lowered, order, cluster)
-        simulation = simulate_pipeline(whole.pipeline, costs, whole.transfers, cluster)
-        return PipelineFound(arrangement, made, whole.pipeline, costs, whole.transfers, simulation, tuple(found))
+        rehearsals = []
+        for order in orders:
+            whole = assemble(made, lowered, order, cluster)
+            simulation = simulate_pipeline(whole.pipeline, costs, whole.transfers, cluster)
+            rehearsals.append(Rehearsal(order.num_microbatches, simulation, row_bytes(whole.pipeline, costs)))
+        said = forecast(rehearsals, count)
+        return PipelineFound(arrangement, cluster, made, count, orders[0].homes, costs, said, tuple(found))
 
     def _cost(
         self, program: StageProgram, found: PricedStage, devices: tuple[int, ...], *, splits_backward: bool
@@ -321,11 +373,11 @@ class StagePlanner:
         return replace(known, lowering=replace(known.lowering, program=program, graph=graph, stage=stage))
 
     def _over_budget(self, result: PipelineFound) -> BudgetError:
-        peaks = result.simulation.peak_bytes
+        peaks = result.forecast.peak_bytes
         mesh = max(range(len(peaks)), key=peaks.__getitem__)
-        stages = [stage for stage, home in enumerate(result.pipeline.homes) if home == mesh]
+        stages = [stage for stage, home in enumerate(result.homes) if home == mesh]
         held = {}
-        for lowering, cost in ((result.pipeline.stages[stage], result.costs[stage]) for stage in stages):
+        for lowering, cost in ((result.costs[stage].lowering, result.costs[stage]) for stage in stages):
             for end, place in zip(lowering.program.inputs, lowering.slices.inputs, strict=True):
                 if end.position >= 0:
                     held[self._task.names[end.position]] = cost.slot_bytes[lowering.names[place]]
@@ -384,6 +436,7 @@ def whole_on(task: PipelineTask, size: int) -> Prices:
             restriction=lambda mesh: Restriction(),
             solver_seconds=task.solver_seconds,
             report_progress=task.report_progress,
+            worth_share=task.worth_share,
         ),
         None if task.ground is None else task.ground(),
     )
@@ -397,7 +450,7 @@ def even_devices(cluster: Cluster, num_stages: int) -> tuple[tuple[int, ...], ..
 
 def bytes_between_stages(found: PipelineFound) -> int:
     """Bytes of all whole arrays that cross between stages in one step."""
-    count = found.pipeline.order.num_microbatches
     return sum(
-        crossing.size_bytes * (count if crossing.passing is Passing.MICRO else 1) for crossing in found.cut.crossings
+        crossing.size_bytes * (found.count if crossing.passing is Passing.MICRO else 1)
+        for crossing in found.cut.crossings
     )

@@ -67,8 +67,12 @@ Backend = Callable[[Program, bool, float], Answer]
 """(program, whether x must be integral, time limit in seconds) → answer."""
 
 
-def solve(model: Model, *, time_limit_seconds: float = 60.0, backend: Backend | None = None) -> Solution | None:
+def solve(
+    model: Model, *, time_limit_seconds: float = 60.0, backend: Backend | None = None, below: float = np.inf
+) -> Solution | None:
     """The best solution of the model, or None when no solution keeps the memory rows.
+
+    None is returned as well as soon as it is known that none costs less than ``below``, where that is known before the rest.
 
     When the time is up the best solution found is returned with its proven bound; if none was found, raises
     :class:`~autopar.errors.PlanError`.
@@ -78,7 +82,7 @@ def solve(model: Model, *, time_limit_seconds: float = 60.0, backend: Backend | 
         return _solve_core(core, time_limit_seconds, backend or default_backend())
 
     def any_core(core: Model) -> Solution | None:
-        return solve_wide(core, lambda part: by_reduction(part, narrow)) if is_wide(core) else narrow(core)
+        return solve_wide(core, lambda part: by_reduction(part, narrow), below=below) if is_wide(core) else narrow(core)
 
     return by_reduction(model, any_core)
 

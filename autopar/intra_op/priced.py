@@ -11,6 +11,7 @@ mesh.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -32,6 +33,7 @@ from autopar.intra_op.search import (
     narrowed,
     worth_trying,
 )
+from autopar.intra_op.wide import is_wide
 from autopar.plan import Layout, SolverReport, Stage, Strategy
 
 
@@ -84,10 +86,18 @@ class Prices:
         if not self._meshes and refusal is not None:
             raise refusal
         self._answers: dict[float, tuple[PricedStage, ...]] = {}
+        self._cheapest: dict[float, PricedStage] = {}
 
     def cheapest(self, seconds_per_byte: float) -> PricedStage:
-        """The stage at a price; raises :class:`~autopar.errors.PlanError` when the demands leave none."""
-        return self.by_mesh(seconds_per_byte)[0]
+        """The stage at a price, up to the task's ``worth_share``, by which another mesh might be cheaper.
+
+        Raises :class:`~autopar.errors.PlanError` when the demands leave none.
+        """
+        price = seconds_per_byte
+        if price not in self._cheapest:
+            is_quick = price in self._answers or not any(is_wide(one.model) for one in self._meshes)
+            self._cheapest[price] = self.by_mesh(price)[0] if is_quick else self._stage(*self._solve_best(price))
+        return self._cheapest[price]
 
     def by_mesh(self, seconds_per_byte: float) -> tuple[PricedStage, ...]:
         """The best stage of every mesh at a price, the cheapest first; raises as :meth:`cheapest`."""
@@ -96,18 +106,18 @@ class Prices:
         return self._answers[seconds_per_byte]
 
     def others_of(self, stage: PricedStage) -> tuple[PricedStage, ...]:
-        """What was found on the other meshes at the price at which a stage was found."""
-        ranked = next(answer for answer in self._answers.values() if any(one is stage for one in answer))
-        return tuple(one for one in ranked if one is not stage)
+        """What is best on the other meshes at the price at which a stage was found."""
+        price = next((price for price, one in self._cheapest.items() if one is stage), None)
+        if price is None:
+            price = next(price for price, answer in self._answers.items() if any(one is stage for one in answer))
+        return tuple(one for one in self.by_mesh(price) if one.stage.mesh != stage.stage.mesh)
 
     def _solve(self, price: float) -> tuple[PricedStage, ...]:
         solved: list[tuple[float, int, OnMesh, Solution]] = []
         refusal: PlanError | None = None
         for number, one in enumerate(self._meshes):
-            self._task.report_progress(f"solving for mesh {one.choices.mesh}")
-            priced = one.model if price == 0 else _with_price(one.model, one.rows, price)
             try:
-                solution = replace(one, model=priced).solve()
+                solution = self._at(one, price).solve()
             except PlanError as error:  # nothing is allowed there, or the time was too short
                 refusal = refusal or error
                 continue
@@ -115,6 +125,28 @@ class Prices:
         if not solved and refusal is not None:
             raise refusal
         return tuple(self._stage(one, solution) for _, _, one, solution in sorted(solved, key=lambda row: row[:2]))
+
+    def _solve_best(self, price: float) -> tuple[OnMesh, Solution]:
+        """The best mesh with its solution; the smallest programs first, for others may then be given up early."""
+        smallest_first = sorted(self._meshes, key=lambda one: one.model.num_variables)
+        refusal: PlanError | None = None
+        best: tuple[OnMesh, Solution] | None = None
+        for one in smallest_first:
+            enough = math.inf if best is None else best[1].cost * (1 - self._task.worth_share)
+            try:
+                solution = self._at(one, price).solve_below(enough)
+            except PlanError as error:
+                refusal = refusal or error
+                continue
+            if solution is not None and (best is None or solution.cost < best[1].cost):
+                best = one, solution
+        if best is None:
+            raise refusal or PlanError(f"the demands leave no plan on the mesh {smallest_first[0].choices.mesh}")
+        return best
+
+    def _at(self, one: OnMesh, price: float) -> OnMesh:
+        self._task.report_progress(f"solving for mesh {one.choices.mesh}")
+        return one if price == 0 else replace(one, model=_with_price(one.model, one.rows, price))
 
     def _stage(self, one: OnMesh, solution: Solution) -> PricedStage:
         tried = tuple(str(mesh.choices.mesh) for mesh in self._meshes)

@@ -90,6 +90,8 @@ class Task:
     solver_seconds: float = 60.0
     names: Mapping[int, str] | None = None
     report_progress: Callable[[str], None] = lambda message: None
+    worth_share: float = WORTH_SHARE
+    """Another mesh is left alone that can save no more than this share of the seconds."""
     separate: frozenset[int] = frozenset()
     """Values that lie for themselves (see :func:`autopar.intra_op.problem.state_problem`)."""
 
@@ -146,7 +148,7 @@ def search(task: Task, ground: Ground | None = None) -> Found:
             best.offer(on_mesh, solution)
     for on_mesh in wide:
         task.report_progress(f"bounding the plans on mesh {on_mesh.choices.mesh}")
-        enough = best.cost * (1 - WORTH_SHARE)
+        enough = best.cost * (1 - task.worth_share)
         bound = lower_bound(on_mesh.model, enough=enough)
         if bound.cost < enough:
             task.report_progress(f"solving for mesh {on_mesh.choices.mesh}")
@@ -312,10 +314,14 @@ class OnMesh:
 
     def solve(self) -> Solution:
         """The optimum regardless of the budget."""
-        solution = solve(self.model, time_limit_seconds=self.task.solver_seconds)
+        solution = self.solve_below(math.inf)
         if solution is None:
             raise PlanError(f"the demands leave no plan on the mesh {self.choices.mesh}")
         return solution
+
+    def solve_below(self, cost: float) -> Solution | None:
+        """The optimum regardless of the budget, unless it is known that it costs as much."""
+        return solve(self.model, time_limit_seconds=self.task.solver_seconds, below=cost)
 
     def narrowed(self, kept: Sequence[np.ndarray], floor: float) -> OnMesh:
         """The same with only some options of every class."""

@@ -59,11 +59,16 @@ def is_wide(model: Model) -> bool:
     return not model.memory and model.num_variables > WIDE_VARIABLES
 
 
-def solve_wide(model: Model, solve: Solver) -> Solution | None:
-    """The best solution up to a share of ``ENOUGH``, None if there is none; ``solve`` answers for narrower models."""
+def solve_wide(model: Model, solve: Solver, *, below: float = np.inf) -> Solution | None:
+    """The best solution up to a share of ``ENOUGH``; ``solve`` answers for narrower models.
+
+    None if there is none, or as soon as it is known that none costs less than ``below``.
+    """
     order = narrow_order(model)
-    passing = _Passing(in_order(model, order))
+    passing = _Passing(in_order(model, order), below)
     is_settled = _settle(passing)
+    if passing.is_hopeless:
+        return None
     found = passing.incumbent
     if not is_settled:
         found = _better(found, _solve_part(passing.model, passing.possible(), solve))
@@ -74,6 +79,8 @@ def _settle(passing: _Passing) -> bool:
     """Whether passes and walks find a solution that is good enough."""
     for rounds in ROUNDS:
         passing.run(rounds)
+        if passing.is_hopeless:
+            return True
         passing.walk(STATES)
         for count in FEW_OPTIONS:
             if not passing.is_settled:
@@ -104,15 +111,23 @@ def _better(incumbent: Solution | None, of_possible: Solution | None) -> Solutio
 class _Passing:
     """Owns the bound, the best solution so far, and which options a better one may still take."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, below: float) -> None:
         self.model = model
+        self._below = below
         self._messages = Messages(model)
         self._bound = -np.inf
         self._best: Solution | None = None
         self._possible = [np.ones(len(costs), dtype=bool) for costs in model.nodes]
 
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether no solution costs as little as is wanted."""
+        return self._bound >= self._below
+
     def run(self, rounds: int) -> None:
         for _ in range(rounds):
+            if self.is_hopeless:
+                return
             for forward in (False, True):
                 known = self._bound
                 self._bound = max(known, self._messages.sweep(forward=forward))

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from autopar.errors import InternalError, ScheduleError
 
@@ -43,6 +43,9 @@ class Part(Enum):
     WEIGHT = "weight"
     AFTER = "after"
     MOVE = "move"
+
+    # There is one object of each; the hash of Enum itself is computed from the name, in Python, at every look into a table.
+    __hash__ = object.__hash__
 
     @property
     def per_microbatch(self) -> bool:
@@ -82,8 +85,7 @@ class Task:
         return f"{self.part.value}{segment} of stage {self.stage}{_of_microbatch(self.microbatch)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """One array in the memory of one mesh; ``name`` is unique in the stage, the three together in the step."""
 
     stage: int

@@ -1,0 +1,85 @@
+"""What does a step of many microbatches take, if steps of few were simulated?
+
+After a lead-in a schedule does the same again and again, microbatch after microbatch (in groups of P, the meshes, where stages
+are dealt round them).  So with two numbers of microbatches n₁ < n₂ beyond the lead-in, both as far from N as whole groups,
+
+    T(N) = T(n₂) + (N − n₂) · (T(n₂) − T(n₁)) / (n₂ − n₁)
+
+The same line holds of the bytes at the fullest moment as long as it is the same moment.  Bytes grow with N by what waits to
+be used: by all rows of the batch at the start, by residuals where all forwards come first, by nothing where microbatches in
+flight are bounded.  Between the start and the end of what repeats they go straight, so the fullest moment of any N is that of
+n₂, with its own growth, or one in its first half, with that of the rows:
+
+    M(N) = max { M(n₂) + (N − n₂) · max(0, M(n₂) − M(n₁)) / (n₂ − n₁),  M½(n₂) + (N − n₂) · row }
+
+A schedule of the user's need not repeat itself; neither does one whose messages wait ever longer for each other, of which the
+line is the same only in the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.cost_model.simulate import Simulation
+
+LEAD_IN = 3
+"""What repeats has begun after so many microbatches for each mesh, and stays until one for each is left."""
+
+SIMULATED_AT_LEAST = 32
+"""Steps of so many microbatches are simulated as they are."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Seconds of a step, and the most bytes on a device of each mesh."""
+
+    step_seconds: float
+    peak_bytes: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A simulated step of ``count`` microbatches; ``row_bytes`` are given to a device of each mesh for every microbatch."""
+
+    count: int
+    simulation: Simulation
+    row_bytes: tuple[float, ...]
+
+
+def rehearsed_counts(count: int, num_meshes: int) -> tuple[int, ...]:
+    """The numbers of microbatches to simulate for a forecast of ``count``: two, or ``count`` itself where it is not large."""
+    group = num_meshes
+    first = LEAD_IN * group + count % group
+    if count <= max(SIMULATED_AT_LEAST, first + group):
+        return (count,)
+    return first, first + group
+
+
+def forecast(rehearsals: Sequence[Rehearsal], count: int) -> Forecast:
+    """What a step of ``count`` microbatches takes; ``rehearsals`` are those of :func:`rehearsed_counts`."""
+    last = rehearsals[-1]
+    if last.count == count:
+        return Forecast(last.simulation.step_seconds, last.simulation.peak_bytes)
+    first, more = rehearsals[0], count - last.count
+    repeats = more / (last.count - first.count)
+    seconds = last.simulation.step_seconds
+    peaks = zip(
+        first.simulation.peak_bytes,
+        last.simulation.peak_bytes,
+        _early_peaks(last.simulation),
+        last.row_bytes,
+        strict=True,
+    )
+    return Forecast(
+        seconds + repeats * (seconds - first.simulation.step_seconds),
+        tuple(max(peak + repeats * max(0.0, peak - before), early + more * row) for before, peak, early, row in peaks),
+    )
+
+
+def _early_peaks(simulation: Simulation) -> tuple[float, ...]:
+    """The most bytes on a device of each mesh in the first half of a step."""
+    half_seconds = simulation.step_seconds / 2
+    return tuple(
+        max((size for seconds, size in curve if seconds <= half_seconds), default=0.0) for curve in simulation.memory
+    )
