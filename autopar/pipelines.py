@@ -53,7 +53,10 @@ from autopar.subjects import Demands, Rewritings, Subjected, as_loop
 from autopar.user_shardings import UserDemands, UserShardings, user_demands, with_wishes
 
 MOST_DOUBLINGS = 6
-"""The planner itself cuts a batch into 2⁶ microbatches at most."""
+"""The planner itself cuts a batch into 2⁶ microbatches at most on one mesh."""
+
+MOST_DOUBLINGS_OF_PIPELINES = 10
+"""The same for pipelines, whose stages keep the residuals of several microbatches."""
 
 WORTH_SHARE = 0.03
 """Where so little of a step is communication or repeated work, no pipeline is looked for."""
@@ -196,7 +199,8 @@ def _searched(
         return known[count][1]
 
     asked = demands.num_microbatches
-    counts = counts_of(subject.roles.batch_size) if asked is None else [asked]
+    free = counts_of(subject.roles.batch_size, MOST_DOUBLINGS_OF_PIPELINES)
+    counts = free if asked is None else [asked]
     try:
         try:
             found = search_pipelines(task, counts, wanted, to_beat_seconds=to_beat_seconds)
@@ -213,9 +217,9 @@ def _searched(
     return one, plan_of_pipeline(one, cluster, demands, found), None
 
 
-def counts_of(batch_size: int | None) -> list[int]:
+def counts_of(batch_size: int | None, most_doublings: int = MOST_DOUBLINGS) -> list[int]:
     """Numbers of microbatches that the planner itself tries."""
-    counts = [1 << bit for bit in range(MOST_DOUBLINGS + 1)]
+    counts = [1 << bit for bit in range(most_doublings + 1)]
     return [count for count in counts if batch_size is not None and batch_size % count == 0] or [1]
 
 

@@ -6,6 +6,7 @@ planner's answer becomes a Plan with paths and predictions.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -30,7 +31,7 @@ from autopar.inter_op.examples import CoupledBatchError
 from autopar.inter_op.looped import looped
 from autopar.inter_op.rescaled import Rescaling
 from autopar.intra_op.restrict import Restriction
-from autopar.intra_op.search import HOPELESS, LARGE_OPERATORS, WORTH_SHARE, Found, Task, search
+from autopar.intra_op.search import HOPELESS, LARGE_OPERATORS, WORTH_SHARE, Found, Task, may_cost_less, search
 from autopar.likeness import as_there
 from autopar.methods import HAND_MADE, IntraOp, Subject, mesh_of, method_of
 from autopar.pipelines import (
@@ -107,6 +108,12 @@ def make_plan(
     if asked is not None or not isinstance(method_of(demands.method), IntraOp):
         alone = planner.plan_in(asked or 1)
         return planner.or_pipeline(alone) or alone
+    if planner.is_large and cluster.hosts > 1 and (pipeline := planner.or_pipeline(None)) is not None:
+        # Every plan on one mesh takes long, and over several hosts hardly any is faster.
+        if planner.one_mesh_may_beat(pipeline[1].step_seconds):
+            with contextlib.suppress(BudgetError):
+                return min(pipeline, planner.on_one_mesh(), key=lambda found: found[1].step_seconds)
+        return pipeline
     refusal: BudgetError | None = None
     try:
         whole: tuple[Subjected, Plan, Found] | None = planner.on_one_mesh()
@@ -143,12 +150,27 @@ class _Planner:
             pipeline = best_pipeline(self._forms, self.cluster, self.demands, seconds, self._report_progress)
         return whole if pipeline is None else pipeline
 
+    @property
+    def is_large(self) -> bool:
+        """Whether every plan takes long."""
+        return len(self.subject.graph.operators) > LARGE_OPERATORS
+
+    def one_mesh_may_beat(self, seconds: float) -> bool:
+        """Whether a plan without stages may take less than that, in as few microbatches as can fit: more cost more."""
+        count = _hopeful(counts_of(self.subject.roles.batch_size), self.subject, self.cluster, self.demands)[0]
+        try:
+            one = self._forms.microbatched(self.demands.terms(count))
+        except CoupledBatchError:
+            return True
+        task = self._task(one)
+        return may_cost_less(task, seconds, self._forms.ground(one, task.separate))
+
     def on_one_mesh(self) -> tuple[Subjected, Plan, Found]:
         """The fastest plan without stages, in as few microbatches as the memory allows and as is fastest."""
         self._report_progress("planning the whole batch at once")
         search = _MicrobatchSearch(self)
         counts = _hopeful(counts_of(self.subject.roles.batch_size), self.subject, self.cluster, self.demands)
-        if counts[0] > 1 and len(self.subject.graph.operators) > LARGE_OPERATORS:
+        if counts[0] > 1 and self.is_large:
             return search.among(counts)
         search.try_count(counts[0])
         if search.best is None and len(counts) > 1:

@@ -32,6 +32,8 @@ from autopar.inter_op.layers import layers
 from autopar.inter_op.looped import Looped
 from autopar.inter_op.stages import (
     FIRST_PRICE_SHARE,
+    LARGE_OPERATORS,
+    LARGE_WORTH_SHARE,
     PRICE_STEP,
     RISES,
     Arrangement,
@@ -48,7 +50,7 @@ MOST_LAYERS = 16
 """The forward pass is cut into so many layers at most; a stage is one or several."""
 
 MOST_PLANNED = 12
-PLANNED_OPERATORS = 8_000
+PLANNED_OPERATORS = LARGE_OPERATORS
 """So many groupings are planned exactly, or as many as together have so many operators, but at least two."""
 
 ESTIMATED_COUNT = 16
@@ -237,8 +239,12 @@ class _Search:
         if not self._wanted.may_be_alone:
             self._walk(groupings)
         before = len(self._planned)
+        alone_seconds = float("inf")
+        if not self.is_small and self._grouping is not None:
+            alone_seconds = (1 - LARGE_WORTH_SHARE) * self._grouping.bound_seconds
         for grouping in groupings:
             is_hopeful = grouping.least_seconds < self._enough and grouping.bound_seconds <= nearly * self._enough
+            is_hopeful = is_hopeful and grouping.bound_seconds < alone_seconds  # both are estimates of the same kind
             if is_hopeful and len(self._planned) - before < most:
                 self._plan(grouping)
 

@@ -53,7 +53,7 @@ LARGE_WORTH_SHARE = 0.01
 """Of steps of more operators other meshes are left alone that could make a stage faster by this share at best."""
 
 MAX_AXES = 2
-"""Meshes of stages have so many axes at most, unless more are asked for."""
+"""Meshes of stages have so many axes at most, of large steps always, unless no others are asked for."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,19 @@ class PipelineTask:
     """What plans of the whole looped step share, if it is known already."""
 
     @property
+    def is_large(self) -> bool:
+        """Whether every integer program counts."""
+        return len(self.loop.graph.operators) > LARGE_OPERATORS
+
+    @property
     def worth_share(self) -> float:
         """Where another mesh of a stage saves no more than this share of its seconds, it is left alone."""
-        return LARGE_WORTH_SHARE if len(self.loop.graph.operators) > LARGE_OPERATORS else WORTH_SHARE
+        return LARGE_WORTH_SHARE if self.is_large else WORTH_SHARE
+
+    def meshes_of(self, asked: Sequence[Mesh]) -> tuple[Mesh, ...]:
+        """Those of the meshes that are asked for which a stage is planned on."""
+        few = tuple(mesh for mesh in asked if len(mesh.axis_sizes) <= MAX_AXES)
+        return few if self.is_large and few else tuple(asked)
 
 
 @dataclass(frozen=True)
@@ -286,7 +296,8 @@ class StagePlanner:
         graph, text = self._graph(program)
         cluster = subcluster(task.cluster, devices)
         asked = task.demands(program, graph, cluster)
-        restrictions = {mesh: asked.restriction(mesh) for mesh in asked.meshes}
+        meshes = task.meshes_of(asked.meshes)
+        restrictions = {mesh: asked.restriction(mesh) for mesh in meshes}
         said = tuple((mesh, restriction.key) for mesh, restriction in restrictions.items())
         # Axes are called after what they cut; stages that share a mesh would call them differently.
         may_rename = asked.may_rename_axes and arrangement.devices.count(devices) == 1
@@ -301,7 +312,7 @@ class StagePlanner:
                 state_pairs=program.state_pairs,
                 donated=frozenset(source for source, _ in program.state_pairs) if task.donates_state else frozenset(),
                 cluster=cluster,
-                meshes=asked.meshes,
+                meshes=meshes,
                 budget_bytes=task.budget_bytes,
                 restriction=restrictions.__getitem__,
                 batch=batch if may_rename else (),

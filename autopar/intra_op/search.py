@@ -156,6 +156,24 @@ def search(task: Task, ground: Ground | None = None) -> Found:
     return best.found(seconds=time.monotonic() - started)
 
 
+def may_cost_less(task: Task, seconds: float, ground: Ground | None = None) -> bool:
+    """Whether any mesh might have a plan, regardless of the budget, that costs less."""
+    ground = ground or Ground(task.graph, task.state_pairs, task.separate)
+    for mesh in worth_trying(task):
+        task.report_progress(f"bounding the plans on mesh {mesh}")
+        try:
+            on_mesh = ground.on(task, mesh)
+            if on_mesh.model.num_variables > EXACT_VARIABLES:
+                may = lower_bound(on_mesh.model, enough=seconds).cost < seconds
+            else:
+                may = (found := on_mesh.solve_below(seconds)) is not None and found.cost < seconds
+        except PlanError:
+            continue
+        if may:
+            return True
+    return False
+
+
 def worth_trying(task: Task) -> tuple[Mesh, ...]:
     """The meshes of a task, of a large program without those whose every layout is one on another mesh as well.
 
