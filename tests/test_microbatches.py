@@ -671,3 +671,32 @@ def test_a_plan_with_microbatches_is_saved_and_used(tmp_path: Any) -> None:
     assert other.last.plan.num_microbatches == 2
     _, expected = jax.jit(model.train_step)(jax.jit(model.make_state)(), batch)
     np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-5)
+
+
+def test_what_a_barrier_guards_of_weights_is_made_once() -> None:
+    """Behind rematerialisation a weight in a narrow type is the one that the forward pass reads, made before the loop."""
+
+    def loss(state: Any, batch: Any) -> jax.Array:
+        @jax.checkpoint
+        def block(x: jax.Array) -> jax.Array:
+            return jnp.tanh(x @ state["w"].astype(x.dtype)) @ state["v"].astype(x.dtype)
+
+        return jnp.mean(block(block(batch["x"].astype(jnp.float32))) ** 2)
+
+    def step(state: Any, batch: Any) -> Any:
+        grads = jax.grad(loss)(state, batch)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads)
+
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        state, batch = parameters(rng), examples(rng)
+        program = trace(step, (state, batch))
+        roles, graph = infer_roles(program), build_graph(program.jaxpr, platform="cpu")
+        rows = roles.leaves(Role.BATCH)
+        cut = accumulated(program, examples_of(graph, rows, roles.leaves(Role.STATE), 4), rows)
+        (loop,) = (o for o in build_graph(cut.jaxpr, platform="cpu").operators if o.primitive == "scan")
+        casts = [o for o in loop.bodies[0].operators if o.primitive == "convert_element_type"]
+        narrowed = [o for o in casts if o.equation.outvars[0].aval.shape == (WIDTH, WIDTH)]
+        assert not [o for o in narrowed if o.equation.outvars[0].aval.dtype == jnp.float32]
+        guards = [o for o in loop.bodies[0].operators if o.primitive == "optimization_barrier"]
+        assert guards and all(v.aval.shape[:1] == (BATCH // 4,) for o in guards for v in o.equation.outvars)

@@ -51,6 +51,18 @@ def test_the_optimum_is_found_up_to_what_is_enough(model: Model) -> None:
         assert found.cost <= best.cost + wide.ENOUGH * found.cost + 1e-12
 
 
+@given(models(), st.floats(0.5, 1.5))
+def test_what_is_not_wanted_is_given_up(model: Model, share: float) -> None:
+    """Nothing that costs less than what is wanted is missed."""
+    best = by_trying(model)
+    if best is None:
+        return
+    found = wide.solve_wide(model, by_trying, below=share * best.cost)
+    assert found is not None or share * best.cost <= best.cost + 1e-9
+    if found is not None:
+        assert found.cost <= best.cost + wide.ENOUGH * found.cost + 1e-12
+
+
 def test_most_options_never_meet_the_solver() -> None:
     """A chain of nodes with a hundred options each is settled by its messages."""
     rng = np.random.default_rng(0)

@@ -351,10 +351,9 @@ class StagePlanner:
         return None if any(self._over(other)) else other
 
     def _simulated(self, arrangement: Arrangement, made: Cut, found: Sequence[PricedStage]) -> PipelineFound:
-        """The pipeline of stages that are planned; of a user's schedule all microbatches are simulated."""
+        """The pipeline of stages that are planned, as it runs; of many microbatches some are simulated."""
         cluster, count, meshes = self._task.cluster, self._task.loop.count, len(arrangement.sharing)
-        is_known = isinstance(arrangement.schedule, Schedule)
-        counts = rehearsed_counts(count, meshes) if is_known else (count,)
+        counts = rehearsed_counts(arrangement.schedule, count, meshes)
         orders = [make_order(arrangement.schedule, len(found), number, meshes) for number in counts]
         costs = tuple(
             self._cost(program, one, devices, splits_backward=orders[0].splits_backward)
