@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -76,6 +77,49 @@ def check_local(operator: Operator, strategy: tuple[Axes, ...], mesh: Mesh) -> s
     except LocalError as error:
         return str(error)
     return None
+
+
+def run_on_rows(operator: Operator, operands: list[jax.Array], factor: int, rows: range) -> list[jax.Array]:
+    """Results of an operator for some rows of one of its factors: the operands that carry it are those rows of the whole.
+
+    As :func:`run_local` on pieces that need not be equal; results are summands or candidates over a factor that is reduced.
+    Raises :class:`LocalError` if the factor cannot be cut.
+    """
+    size = operator.rule.factors[factor].size
+    strategy = tuple((_ROWS,) if number == factor else () for number in range(len(operator.rule.factors)))
+    site = site_of(operator.equation, operator.rule, strategy, Mesh((_ROWS,), (size,)))
+    operand_pieces, result_pieces = (
+        tuple(_widened(piece, len(rows)) for piece in pieces) for pieces in (site.operands, site.results)
+    )
+    index = partial(_number_of_row, rows.start)
+    site = _Rows(site.primitive, site.params, site.mesh, operand_pieces, result_pieces, site.reduced, index, len(rows))
+    _check_shapes("operand", site, operands, site.operands)
+    results = _RUN.get(site.primitive, _bind)(operator.equation, site, operands)
+    _check_shapes("result", site, results, site.results)
+    return results
+
+
+_ROWS = "rows"
+
+
+@dataclass(frozen=True)
+class _Rows(Site):
+    """Several pieces in a row, of which there are as many as rows."""
+
+    width: int = 1
+
+    def start(self, piece: Piece, dim: int) -> Any:
+        """Where the rows begin in a cut dimension (int32)."""
+        return self.index(piece.layout.dims[dim]) * (piece.local_shape[dim] // self.width)
+
+
+def _number_of_row(number: int, axes: Axes) -> Any:
+    return jnp.int32(number)
+
+
+def _widened(piece: Piece, width: int) -> Piece:
+    shape = tuple(n * width if piece.is_cut(dim) else n for dim, n in enumerate(piece.local_shape))
+    return replace(piece, local_shape=shape)
 
 
 def _check_shapes(role: str, site: Site, arrays: list[jax.Array], pieces: tuple[Piece, ...]) -> None:
