@@ -14,17 +14,17 @@ from jax.sharding import PartitionSpec
 
 from autopar._compat import shape_of
 from autopar.agreed_plans import NO_STAGES, agreed_plan
-from autopar.calls import check_fits, check_initialiser, key_of
+from autopar.calls import check_fits, check_initialiser, check_leaves, key_of
 from autopar.cluster import Cluster
 from autopar.collector import paused_collector
 from autopar.compiled import Compiled
 from autopar.compilers import Compiler, Target, target_of
 from autopar.errors import PlanError, TraceError
-from autopar.first_state import born_sharded
+from autopar.first_state import Initialiser, born_sharded, initialiser_for
 from autopar.graph.roles import Role, infer_roles
-from autopar.graph.tracing import Call, TracedProgram, flatten_call, retracer, trace
+from autopar.graph.tracing import Call, flatten_call, retracer, trace
 from autopar.graph.wishes import LeafWish, LeafWishes, leaf_wishes, names_on
-from autopar.homes import homes_of
+from autopar.homes import homes_of, pieced_home
 from autopar.inter_op.account import PipelineAccount, account_of
 from autopar.inter_op.assemble import Assembled, stages_of_leaves
 from autopar.inter_op.terms import BatchCoupling, MicrobatchRng
@@ -40,6 +40,7 @@ from autopar.plan import Plan, Schedule
 from autopar.planning import demands_of_user, make_plan, said_of_inputs
 from autopar.progress import Progress
 from autopar.runtime.executor import Executor
+from autopar.runtime.pieced_array import PiecedArray
 from autopar.runtime.pipeline import PipelineExecutor
 from autopar.schedule.orders import OrderFunction
 from autopar.schedule.spmd import lower
@@ -160,24 +161,27 @@ class Parallelized:
 
         ``init_fn`` takes no arguments and is traced once; ``rest`` are the step's other arguments (shapes suffice).
         """
-        traced, _, plan, stage_of = self._first_state(init_fn, rest, kwargs)
+        first, shapes, plan, stage_of = self._first_state(init_fn, rest, kwargs)
         with self._progress() as progress:
             progress.say("compiling the initialiser")
-            return born_sharded(traced, plan, self.cluster, stage_of)
+            born = born_sharded(first.program, plan, self.cluster, stage_of)
+        return first.together(
+            born, lambda arrays, pieces, _: PiecedArray(arrays, pieces.dim), tree_util.tree_leaves(shapes)
+        )
 
     def homes(self, init_fn: Callable[[], Any], *rest: Any, **kwargs: Any) -> tuple[Any, Any]:
         """The shapes of the first state, and where the plan wants its leaves: what orbax is told to restore one.
 
         Arguments as for :meth:`init`; nothing is run.
         """
-        traced, shapes, plan, stage_of = self._first_state(init_fn, rest, kwargs)
-        homes = homes_of(traced.out_avals, plan, self.cluster, stage_of)
-        return shapes, tree_util.tree_unflatten(traced.out_tree, homes)
+        first, shapes, plan, stage_of = self._first_state(init_fn, rest, kwargs)
+        homes = homes_of(first.program.out_avals, plan, self.cluster, stage_of)
+        return shapes, first.together(homes, pieced_home, tree_util.tree_leaves(shapes))
 
     def _first_state(
         self, init_fn: Callable[[], Any], rest: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[TracedProgram, Any, Plan, dict[int, int]]:
-        """The traced initialiser, the shapes of what it returns, the plan, and the stages of its leaves."""
+    ) -> tuple[Initialiser, Any, Plan, dict[int, int]]:
+        """The initialiser, the shapes of what it returns, the plan, and the stages of its leaves."""
         check_initialiser(init_fn)
         traced = trace(init_fn, (), {})
         # Weak types too: the state is to be what init_fn gives, and jax.eval_shape says of it.
@@ -188,7 +192,8 @@ class Parallelized:
             raise TraceError(
                 "init_fn returns more leaves than the step takes arguments; pass the step's other arguments"
             )
-        return traced, shapes, plan, self._note_likeness(subject, plan, self.cluster)
+        first = initialiser_for(traced, subject, self.cluster.device.platform.value)
+        return first, shapes, plan, self._note_likeness(subject, plan, self.cluster)
 
     def with_options(self, **options: Any) -> Parallelized:
         """The same function with some options of :func:`parallelize` changed; it plans and compiles for itself."""
@@ -433,8 +438,11 @@ class Parallelized:
             plan = self._taken[key]
         terms = self._options.demands.terms(plan.num_microbatches)
         check_fits(plan, subject, terms, cluster)
-        rewritten = as_loop if plan.is_pipeline else microbatched
-        return rewritten(subject, terms, platform), plan
+        if not plan.is_pipeline:
+            return microbatched(subject, terms, platform), plan
+        rewritten = as_loop(subject, terms, platform, opening=plan.opening)
+        check_leaves(plan, rewritten)
+        return rewritten, plan
 
     def _told_or_kept(
         self, subject: Subjected, args: tuple[Any, ...], kwargs: Mapping[str, Any], cluster: Cluster, demands: Demands
@@ -459,8 +467,11 @@ class Parallelized:
         """Remember where the state lies for steps that are to be like this one; returns the stages of the leaves."""
         stages = self._assembled(subject, plan, cluster).pipeline.stages if plan.is_pipeline else ()
         stage_of = stages_of_leaves(stages)
-        program = (subject.undivided or subject).program
-        self._likeness = Likeness(plan, program.in_keys, types_of(program), subject.roles, stage_of)
+        program, written = (subject.undivided or subject).program, None
+        if subject.opened is not None:
+            whole = subject.as_written
+            written = Likeness(plan, whole.program.in_keys, types_of(whole.program), whole.roles, {})
+        self._likeness = Likeness(plan, program.in_keys, types_of(program), subject.roles, stage_of, written)
         return stage_of
 
     def _assembled(self, subject: Subjected, plan: Plan, cluster: Cluster) -> Assembled:

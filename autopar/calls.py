@@ -49,6 +49,16 @@ def check_fits(plan: Plan, subject: Subjected, terms: Terms, cluster: Cluster) -
         raise PlanError(f"the plan was made for another program ({where}); plan again for this one")
 
 
+def check_leaves(plan: Plan, subject: Subjected) -> None:
+    """Refuse a plan whose loops over layers are cut as this step's cannot be; ``subject`` is cut so.  Raises ``PlanError``."""
+    odd = sorted(set(plan.in_paths) ^ set(subject.program.in_paths))
+    if odd:
+        raise PlanError(
+            f"the plan cuts loops over layers, and with them leaves, otherwise than they can be cut here ({odd[0]}); plan again "
+            "for this step"
+        )
+
+
 def key_of(call: Call) -> Hashable:
     """Paths, shapes and dtypes of the leaves and the static arguments: what a plan depends on, never treedefs."""
     return tuple(zip(call.paths, map(type_of, call.leaves, call.paths), strict=True)), call.static

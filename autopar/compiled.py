@@ -13,6 +13,7 @@ from autopar.errors import PlanError, TraceError
 from autopar.plan import Plan
 from autopar.runtime.distributed_array import DistributedArray
 from autopar.runtime.executor import Executor
+from autopar.runtime.pieced_array import PiecedArray, cut, whole
 from autopar.runtime.pipeline import PipelineExecutor
 from autopar.runtime.remote import RemoteExecutor
 from autopar.schedule.pipeline import Pipeline
@@ -61,6 +62,7 @@ class Compiled:
         """Run on flat leaves; returns the function's result."""
         started = time.perf_counter()
         self._refuse_without_value(leaves)
+        leaves = self._apart(leaves)
         for position in self.subject.folded:
             shape = self.subject.program.in_avals[position].shape
             leaf = leaves[position]
@@ -70,11 +72,35 @@ class Compiled:
             # The first steps are timed to hold the prediction against; after that nothing waits for the devices.
             jax.block_until_ready(out)
             self.step_seconds.append(time.perf_counter() - started)
-        return tree_util.tree_unflatten(self.subject.program.out_tree, out)
+        return tree_util.tree_unflatten(self.subject.program.out_tree, self._together(out))
+
+    def _apart(self, leaves: list[Any]) -> list[Any]:
+        """The leaves as the program takes them: stacks of layers that stages share in their pieces, all others whole."""
+        if self.subject.opened is None:
+            return [whole(leaf) if isinstance(leaf, PiecedArray) else leaf for leaf in leaves]
+        found: list[Any] = []
+        for leaf, pieces in zip(leaves, self.subject.opened.inputs, strict=False):  # hidden inputs stand behind
+            if pieces is not None:
+                found += cut(leaf, pieces.dim, pieces.ends)
+            else:
+                found.append(whole(leaf) if isinstance(leaf, PiecedArray) else leaf)
+        return found
+
+    def _together(self, results: list[Any]) -> list[Any]:
+        """The results of the step as it was written."""
+        opened = self.subject.opened
+        if opened is None:
+            return results
+        return [
+            results[places[0]] if pieces is None else PiecedArray([results[place] for place in places], pieces.dim)
+            for pieces, places in zip(opened.outputs, opened.output_positions(), strict=True)
+        ]
 
     def _refuse_without_value(self, leaves: list[Any]) -> None:
         """Shapes, and arrays whose buffers an earlier step took over; those handed to XLA:CPU would end the process."""
-        for path, leaf in zip(self.subject.program.in_paths, leaves, strict=False):  # hidden inputs stand behind
+        for path, leaf in zip(
+            self.subject.as_written.program.in_paths, leaves, strict=False
+        ):  # hidden inputs stand behind
             if isinstance(leaf, jax.Array | DistributedArray) and leaf.is_deleted():
                 raise TraceError(
                     f"{path} was deleted: an earlier call took its memory over for the result (donation). Pass on the "

@@ -149,6 +149,10 @@ def _no_match(pattern: str, paths: Any) -> str:
 
 
 def path_matches(pattern: str, path: str) -> bool:
-    """Whether a leaf path matches a glob: ``*`` within a name, ``**`` over any number of names."""
+    """Whether a leaf path matches a glob: ``*`` within a name, ``**`` over any number of names.
+
+    A piece of a leaf (``params['kernel'][0:2]``) matches where the leaf does.
+    """
+    path = re.sub(r"\[(:, )*\d+:\d+\]$", "", path)
     expression = re.escape(pattern).replace(r"\*\*/", "(?:.*/)?").replace(r"\*\*", ".*").replace(r"\*", "[^/]*")
     return re.fullmatch(expression, slashed(path)) is not None

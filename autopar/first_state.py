@@ -6,8 +6,8 @@ for every stage, without all that only other stages' leaves need.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,18 +15,53 @@ from jax import tree_util
 
 from autopar import _compat
 from autopar.cluster import Cluster
+from autopar.graph.build import build_graph
 from autopar.graph.roles import Role, Roles
 from autopar.graph.tracing import TracedProgram
 from autopar.homes import devices_of
+from autopar.inter_op.opened import LeafPieces, opened_initialiser
+from autopar.inter_op.stacks import Rows
 from autopar.inter_op.stages import subcluster
 from autopar.intra_op.initial import plan_initialiser
 from autopar.on_ray import fleet_of, step_on_ray
 from autopar.plan import Plan
 from autopar.runtime.executor import Executor
-from autopar.subjects import subject_of
+from autopar.subjects import Subjected, subject_of
 
 
-def born_sharded(traced: TracedProgram, plan: Plan, cluster: Cluster, stage_of: Mapping[int, int]) -> Any:
+@dataclass(frozen=True)
+class Initialiser:
+    """A traced initialiser whose outputs are the first inputs of a plan.
+
+    ``opened`` are the leaves that its function returns: the pieces that they are, or None.
+    """
+
+    program: TracedProgram
+    opened: tuple[LeafPieces | None, ...]
+
+    def together(
+        self, parts: Sequence[Any], join: Callable[[list[Any], LeafPieces, Any], Any], avals: Sequence[Any]
+    ) -> Any:
+        """What stands for the outputs, as what the function returns; ``join`` makes one of what stands for pieces of a leaf."""
+        rest, found = iter(parts), []
+        for pieces, aval in zip(self.opened, avals, strict=True):
+            found.append(next(rest) if pieces is None else join([next(rest) for _ in pieces.ends], pieces, aval))
+        return tree_util.tree_unflatten(self.program.out_tree, found)
+
+
+def initialiser_for(traced: TracedProgram, subject: Subjected, platform: str) -> Initialiser:
+    """The initialiser of what a step takes first; where that step's loops over layers are cut, so are its own."""
+    count = len(traced.out_avals)
+    if subject.opened is None:
+        return Initialiser(traced, (None,) * count)
+    results = subject.opened.inputs[:count]
+    layers = {position: Rows(dim, of) for position, dim, of in subject.opening.leaves if position < count}
+    graph = build_graph(traced.jaxpr, platform=platform)
+    program = opened_initialiser(traced, graph, results, layers, subject.opening.pieces)
+    return Initialiser(program, results)
+
+
+def born_sharded(traced: TracedProgram, plan: Plan, cluster: Cluster, stage_of: Mapping[int, int]) -> list[Any]:
     """What an initialiser returns, leaf k in the layout of the plan's input k; ``stage_of`` names the stages of a pipeline."""
     if cluster.runs_on is not None:
         fleet_of(cluster).worlds(
@@ -38,7 +73,7 @@ def born_sharded(traced: TracedProgram, plan: Plan, cluster: Cluster, stage_of: 
         if positions:
             part = traced if len(plan.stages) == 1 else _only(traced, positions, with_effects=number == 0)
             found.update(zip(positions, _born_on(part, positions, plan, number, cluster), strict=True))
-    return tree_util.tree_unflatten(traced.out_tree, [found[k] for k in sorted(found)])
+    return [found[k] for k in sorted(found)]
 
 
 def _born_on(traced: TracedProgram, positions: Sequence[int], plan: Plan, number: int, cluster: Cluster) -> list[Any]:

@@ -10,9 +10,10 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
 
 from autopar.cluster import Cluster
+from autopar.inter_op.opened import LeafPieces
 from autopar.on_ray import fleet_of
 from autopar.plan import Plan
-from autopar.runtime.array_saver import Home
+from autopar.runtime.array_saver import Home, PiecedHome
 from autopar.runtime.cross_mesh import placed_mesh
 from autopar.runtime.executor import partition_spec
 from autopar.runtime.messages import Where
@@ -42,6 +43,11 @@ def homes_of(avals: Sequence[Any], plan: Plan, cluster: Cluster, stage_of: Mappi
         Home(aval=aval, where=where, world=worlds[where.devices], numbers=fleet.numbers)
         for aval, where in zip(avals, wheres, strict=True)
     ]
+
+
+def pieced_home(homes: list[Any], pieces: LeafPieces, aval: Any) -> PiecedHome:
+    """Where the pieces of one leaf shall lie."""
+    return PiecedHome(aval=aval, dim=pieces.dim, homes=tuple(homes))
 
 
 def devices_of(plan: Plan, number: int) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ from autopar.inter_op.looped import Looped
 from autopar.inter_op.placing import first_readers
 from autopar.inter_op.stages import StageDemands, leaves_of
 from autopar.intra_op.restrict import Restriction
-from autopar.plan import Layout, Plan
+from autopar.plan import Layout, Opening, Plan
 from autopar.schedule.reshard import divides
 from autopar.schedule.stage_program import StageProgram
 
@@ -43,6 +43,18 @@ class Likeness:
     types: tuple[tuple[tuple[int, ...], str], ...] = field(repr=False)
     roles: Roles = field(repr=False)
     stage_of: Mapping[int, int] = field(repr=False)
+    written: Likeness | None = field(default=None, repr=False)
+    """Where loops over layers are cut: the step with its leaves whole, of which nothing is known but which they are."""
+
+    def opening_of(self, program: TracedProgram) -> Opening:
+        """How the loops of another step as it was written, and those leaves that are cut here, are to be cut as here."""
+        opening = self.plan.opening
+        if self.written is None:
+            return opening
+        cut = {position: (dim, count) for position, dim, count in opening.leaves}
+        found = self.written.matches(program.in_keys, types_of(program))
+        here = [(position, *cut[known]) for position, known in sorted(found.items()) if known in cut]
+        return replace(opening, leaves=tuple(here))
 
     @cached_property
     def _by_tail(self) -> dict[tuple[Keys, tuple[int, ...], str], int]:
@@ -76,7 +88,7 @@ class Likeness:
 
     def batch_arguments(self, keys: Sequence[Keys], types: Sequence[tuple[tuple[int, ...], str]]) -> tuple[str, ...]:
         """Names of the arguments of which no leaf is one of the other step's state: they hold the batch, or keys."""
-        known = {keys[position][0] for position in self.matches(keys, types)}
+        known = {keys[position][0] for position in (self.written or self).matches(keys, types)}
         return tuple(dict.fromkeys(key[0] for key in keys if key[0] not in known))
 
 

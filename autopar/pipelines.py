@@ -25,6 +25,7 @@ from autopar.constraints import (
 )
 from autopar.cost_model.pipeline import predict_pipeline
 from autopar.errors import BudgetError, PlanError
+from autopar.graph.build import LoopKind
 from autopar.graph.ir import Graph
 from autopar.graph.roles import Role
 from autopar.graph.wishes import Origin, wishes_of
@@ -46,10 +47,10 @@ from autopar.inter_op.stages import (
 from autopar.intra_op.restrict import Reach, Restriction
 from autopar.likeness import Likeness, StageAsThere, as_there, cuts_as_there
 from autopar.methods import InterOp, IntraOp, Subject, batch_reach, mesh_of, method_of
-from autopar.plan import Plan, Schedule, SolverReport
+from autopar.plan import UNOPENED, Opening, Plan, Schedule, SolverReport
 from autopar.schedule.orders import OrderFunction, as_entries
 from autopar.schedule.stage_program import Passing, StageProgram
-from autopar.subjects import Demands, Rewritings, Subjected, as_loop
+from autopar.subjects import Demands, Rewritings, Subjected, as_loop, cut_between_trips, layer_loops_of
 from autopar.user_shardings import UserDemands, UserShardings, user_demands, with_wishes
 
 MOST_DOUBLINGS = 6
@@ -63,6 +64,11 @@ WORTH_SHARE = 0.03
 
 MICROBATCHES_PER_MESH = 4
 """Unless told otherwise a pipeline runs up to so many microbatches for each mesh: the bubble is then below a fifth."""
+
+PIECES_PER_STAGE = 2
+MOST_PIECES = 16
+"""Loops over layers are cut into so many pieces for each stage that is looked for, into so many in all unless more stages are
+demanded."""
 
 FINER = (1, 2, 4)
 """Layers are looked for so many times as fine as stages, until there are enough."""
@@ -92,7 +98,7 @@ def plan_pipeline(
     schedule = _schedule_of(demands)
     for num_stages in _stages_demanded(demands, cluster):
         num_meshes = _num_meshes(num_stages, schedule, cluster, demands)
-        one = _as_microbatches(subject, num_meshes, cluster, demands)
+        one = _as_microbatches(subject, num_meshes, cluster, demands, opening_for(subject, num_stages))
         homes = homes_of(schedule, num_stages, one.num_microbatches, num_meshes)
         devices = _devices_of(homes, cluster, demands)
         loop = loop_of(one)
@@ -101,8 +107,7 @@ def plan_pipeline(
         if len(cuts) != num_stages - 1:
             many = f"{len(cuts) + 1} layers" if cuts else "1 layer"
             refusal = refusal or PlanError(
-                f"the forward pass can be cut into {many}, too few for {num_stages} stages; ask for fewer "
-                "stages, or write out layers that stand in one loop (scan), which stays on one stage"
+                f"the forward pass can be cut into {many}, too few for {num_stages} stages; ask for fewer stages{_kept_loop(one)}"
             )
             continue
         task = pipeline_task(one, loop, cluster, demands, report_progress)
@@ -119,6 +124,9 @@ def plan_pipeline_like(
 
     Raises :class:`~autopar.errors.PlanError` where this step has no such stages.
     """
+    opening = like.opening_of(subject.program)
+    if opening.pieces > 1:
+        subject = cut_between_trips(subject, opening, cluster.device.platform.value)
     there = as_there(like, subject.program)
     count, size = like.plan.num_microbatches, subject.roles.batch_size
     if demands.num_microbatches is None and size is not None and size % count == 0:
@@ -188,12 +196,14 @@ def _searched(
 ) -> tuple[Subjected, Plan, None] | None:
     """The fastest pipeline that is as wanted; None if none is found, or none as fast."""
     subject, coupling = forms.subject, ""
+    natural = cluster.hosts if cluster.hosts > 1 else cluster.num_devices
+    opening = opening_for(subject, wanted.num_stages or min(natural, MOST_PIECES))
     known: dict[int, tuple[Subjected, PipelineTask]] = {}
 
     def task(count: int) -> PipelineTask:
         if count not in known:
             report(f"cutting the batch into {count} microbatches")
-            one = forms.as_loop(demands.terms(count))
+            one = forms.as_loop(demands.terms(count), opening)
             task = pipeline_task(one, loop_of(one), cluster, demands, report)
             known[count] = one, replace(task, ground=functools.partial(forms.ground, one))
         return known[count][1]
@@ -221,6 +231,20 @@ def counts_of(batch_size: int | None, most_doublings: int = MOST_DOUBLINGS) -> l
     """Numbers of microbatches that the planner itself tries."""
     counts = [1 << bit for bit in range(most_doublings + 1)]
     return [count for count in counts if batch_size is not None and batch_size % count == 0] or [1]
+
+
+def opening_for(subject: Subjected, num_stages: int) -> Opening:
+    """How loops over layers are cut for so many stages: into several pieces for each, as other parts of a model weigh too."""
+    trips = max((loop.bodies[0].trips for loop in layer_loops_of(subject)), default=1)
+    return Opening(min(trips, max(num_stages, min(PIECES_PER_STAGE * num_stages, MOST_PIECES))))
+
+
+def _kept_loop(subject: Subjected) -> str:
+    """Advice where a loop over layers could not be cut."""
+    is_kept = any(one.primitive == LoopKind.SCAN for one in loop_of(subject).body.operators) and subject.opened is None
+    if not is_kept:
+        return ""
+    return ", or give the layers of a loop (scan) as arguments that are stacked along the loop: other loops stay on one stage"
 
 
 def loop_of(subject: Subjected) -> Looped:
@@ -305,6 +329,7 @@ def plan_of_pipeline(subject: Subjected, cluster: Cluster, demands: Demands, fou
         schedule=schedule if isinstance(schedule, Schedule) else Schedule.OWN,
         cuts=found.arrangement.cuts,
         order=() if isinstance(schedule, Schedule) else as_entries(found.order),
+        opening=subject.opening,
     )
 
 
@@ -379,9 +404,13 @@ def _check_devices(stages: tuple[tuple[int, ...], ...], cluster: Cluster) -> Non
             )
 
 
-def _as_microbatches(subject: Subjected, num_meshes: int, cluster: Cluster, demands: Demands) -> Subjected:
+def _as_microbatches(
+    subject: Subjected, num_meshes: int, cluster: Cluster, demands: Demands, opening: Opening = UNOPENED
+) -> Subjected:
     """The step as a loop over the microbatches that are demanded, or over as many as are of use."""
     platform = cluster.device.platform.value
+    if opening.pieces > 1:
+        subject = cut_between_trips(subject, opening, platform)
     if demands.num_microbatches is not None:
         return as_loop(subject, demands.terms(demands.num_microbatches), platform)
     size, count = subject.roles.batch_size, 1

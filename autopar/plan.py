@@ -187,6 +187,19 @@ class Pass(Enum):
     WEIGHT = "weight"
 
 
+@dataclass(frozen=True)
+class Opening:
+    """Into how many pieces loops over layers are cut between trips, and which leaves are cut with them.
+
+    ``leaves`` are (position among the inputs of the step as it was written, dimension, layers).
+    """
+
+    pieces: int = 1
+    leaves: tuple[tuple[int, int, int], ...] = ()
+
+
+UNOPENED = Opening()
+
 OrderEntry = tuple[Pass, int, int]
 """One task of an order: which pass, on which stage, of which microbatch."""
 
@@ -213,6 +226,8 @@ class Plan:
     """Of a pipeline: before which operators of a microbatch's forward pass stages begin (:mod:`autopar.inter_op.placing`)."""
     order: tuple[tuple[OrderEntry, ...], ...] = field(default=(), repr=False)
     """Of a schedule that the user made: the passes of each mesh, in its order.  The names of others say their order."""
+    opening: Opening = UNOPENED
+    """Of a pipeline: how its loops over layers are cut.  A leaf that is cut has a path and a layout for each of its pieces."""
 
     @property
     def is_pipeline(self) -> bool:

@@ -2,7 +2,7 @@
 
     load(save(plan)) = plan     exactly: floats are written by their shortest text that reads back to the same bits
 
-The file is JSON, ``{"format": "autopar.plan", "version": 3, "plan": {…}}`` with the fields of ``Plan``.  Layouts and
+The file is JSON, ``{"format": "autopar.plan", "version": 4, "plan": {…}}`` with the fields of ``Plan``.  Layouts and
 strategies are few and their users many (24 equal layers), so each distinct one stands once in a table, ``layouts`` or
 ``strategies``, and is referred to by its place there: ``homes``, ``copies`` and ``strategies`` of a stage are pairs
 ``[id, place]``, ``in_layouts`` and ``out_layouts`` are places.
@@ -30,6 +30,7 @@ from autopar.plan import (
     CollectiveUse,
     Layout,
     Memory,
+    Opening,
     Pass,
     Plan,
     Prediction,
@@ -40,7 +41,9 @@ from autopar.plan import (
 )
 
 FILE_FORMAT = "autopar.plan"
-FILE_VERSION = 3
+FILE_VERSION = 4
+OLDEST_VERSION = 3
+"""Files of which nothing but what was added since is missing."""
 _ADVICE = "correct it, or plan again and save anew"
 _CLUSTER_FORMAT = "autopar-cluster"
 
@@ -118,6 +121,11 @@ class _SolverEntry(Struct, forbid_unknown_fields=True):
     meshes_tried: tuple[str, ...] = ()
 
 
+class _OpeningEntry(Struct, forbid_unknown_fields=True):
+    pieces: _Count = 1
+    leaves: tuple[tuple[_Whole, _Whole, _Count], ...] = ()
+
+
 class _PlanEntry(Struct, forbid_unknown_fields=True, kw_only=True):
     fingerprint: str
     jax_version: str
@@ -128,6 +136,7 @@ class _PlanEntry(Struct, forbid_unknown_fields=True, kw_only=True):
     schedule: Schedule = Schedule.SINGLE
     cuts: tuple[_Count, ...] = ()
     order: tuple[tuple[tuple[Pass, _Whole, _Whole], ...], ...] = ()
+    opening: _OpeningEntry = msgspec.field(default_factory=_OpeningEntry)
     layouts: tuple[_LayoutEntry, ...]
     strategies: tuple[_StrategyEntry, ...]
     stages: Annotated[tuple[_StageEntry, ...], Meta(min_length=1)]
@@ -212,6 +221,9 @@ def encode_plan(plan: Plan) -> bytes:
         schedule=plan.schedule,
         cuts=tuple(index(position) for position in plan.cuts),
         order=tuple(tuple((one, index(stage), index(number)) for one, stage, number in row) for row in plan.order),
+        opening=_OpeningEntry(
+            index(plan.opening.pieces), tuple((index(a), index(b), index(c)) for a, b, c in plan.opening.leaves)
+        ),
         layouts=tuple(_LayoutEntry(layout.dims, layout.partial) for layout in layouts.entries()),
         strategies=tuple(_StrategyEntry(one.factors, one.passing) for one in strategies.entries()),
         stages=stages,
@@ -317,12 +329,12 @@ def _check_header(path: str | Path, header: Header) -> None:
             f"{path}: $.version is {header.version}, written by a newer release, and this one reads {FILE_VERSION}; "
             "upgrade autopar, or plan again with this release"
         )
-    if 0 < header.version < FILE_VERSION:
+    if 0 < header.version < OLDEST_VERSION:
         raise PlanError(
             f"{path}: $.version is {header.version}, written by an older release, and this one reads {FILE_VERSION}; plan "
             "again with this release and save anew"
         )
-    if header.version != FILE_VERSION:
+    if not OLDEST_VERSION <= header.version <= FILE_VERSION:
         raise PlanError(
             f"{path}: $.version is {header.version}, and there is no such version (this release reads {FILE_VERSION}); "
             f"{_ADVICE}"
@@ -362,6 +374,7 @@ class _Reader:
             schedule=stored.schedule,
             cuts=stored.cuts,
             order=stored.order,
+            opening=Opening(stored.opening.pieces, stored.opening.leaves),
         )
 
     def _check_stages(self, stages: tuple[Stage, ...]) -> None:
@@ -373,6 +386,7 @@ class _Reader:
             raise self._error("$.plan.cuts", f"{list(stored.cuts)} do not ascend")
         if (stored.schedule is Schedule.SINGLE) is (len(stages) > 1):
             raise self._error("$.plan.schedule", f"{stored.schedule.value!r} is no schedule of {len(stages)} stages")
+        self._check_opening(len(stages))
         if (stored.schedule is Schedule.OWN) is not bool(stored.order):
             what = "no order" if not stored.order else "an order"
             raise self._error("$.plan.order", f"{what} stands there for the schedule {stored.schedule.value!r}")
@@ -398,6 +412,17 @@ class _Reader:
                 raise self._error(place, f"a device stands there twice in {list(stage.devices)}")
         if len(stages) > 1:
             self._check_dealing([seen[stage.devices[0]] for stage in stages])
+
+    def _check_opening(self, num_stages: int) -> None:
+        """Only stages share loops, and only of loops that are shared are leaves cut, each once."""
+        opening = self._stored.opening
+        if opening.pieces > 1 and num_stages == 1:
+            raise self._error("$.plan.opening.pieces", f"{opening.pieces} pieces of loops for a single stage")
+        positions = [position for position, _, _ in opening.leaves]
+        if positions and opening.pieces == 1:
+            raise self._error("$.plan.opening.leaves", "leaves are cut, and no loop is")
+        if positions != sorted(set(positions)):
+            raise self._error("$.plan.opening.leaves", "the positions do not ascend")
 
     def _check_dealing(self, homes: list[int]) -> None:
         """Stages share meshes as their schedule has it; ``homes`` is, for each, the first stage on its mesh."""

@@ -96,7 +96,7 @@ def make_plan(
 
     Raises :class:`~autopar.errors.PlanError` when a demand cannot be met.
     """
-    subject = subject.undivided or subject
+    subject = subject.as_written
     if demands.like is not None:
         if demands.like.plan.is_pipeline:
             return plan_pipeline_like(demands.like, subject, cluster, demands, report_progress)

@@ -14,21 +14,23 @@ from dataclasses import dataclass, field, fields, replace
 from jax.sharding import PartitionSpec
 
 from autopar.errors import PlanError
-from autopar.graph.build import build_graph
+from autopar.graph.build import LoopKind, build_graph
 from autopar.graph.fingerprint import fingerprint
-from autopar.graph.ir import Graph
+from autopar.graph.ir import Graph, Operator, Phase
 from autopar.graph.roles import Role, Roles
 from autopar.graph.tracing import TracedProgram
-from autopar.graph.wishes import LeafWishes, Wishes, wishes_of
+from autopar.graph.wishes import LeafWish, LeafWishes, Wishes, wishes_of
 from autopar.inter_op.accumulate import accumulated
 from autopar.inter_op.alone import each_alone, twin_of
 from autopar.inter_op.examples import CoupledBatchError, examples_of
 from autopar.inter_op.looped import as_one_trip, with_open_branches
+from autopar.inter_op.opened import MAY_BE_CUT, Opened, opened, opened_roles
+from autopar.inter_op.stacks import Rows, layer_loops, stacks_of
 from autopar.inter_op.terms import BatchCoupling, MicrobatchRng, Terms
 from autopar.intra_op.search import Ground
 from autopar.likeness import Likeness
 from autopar.methods import Method
-from autopar.plan import Schedule
+from autopar.plan import UNOPENED, Opening, Schedule
 from autopar.schedule.orders import OrderFunction
 from autopar.user_shardings import UserShardings
 
@@ -89,6 +91,18 @@ class Subjected:
     """The same function on a batch of another size; None: it is not at hand."""
     coupling: str = ""
     """Why the batch was not cut into microbatches, where memory would have asked for it."""
+    written: Subjected | None = None
+    """Where loops over layers are cut: the step as it was written."""
+    opened: Opened | None = None
+    """Where loops over layers are cut: how the leaves of the step as it was written are leaves of this program."""
+    opening: Opening = UNOPENED
+    """How loops over layers are cut."""
+
+    @property
+    def as_written(self) -> Subjected:
+        """The step as it was written."""
+        whole = self.undivided or self
+        return whole.written or whole
 
     @property
     def folded(self) -> tuple[int, ...]:
@@ -135,22 +149,90 @@ def microbatched(subject: Subjected, terms: Terms, platform: str) -> Subjected:
     return replace(_rewritten(subject, program, terms, platform), alone=alone)
 
 
-def as_loop(subject: Subjected, terms: Terms, platform: str, known: Subjected | None = None) -> Subjected:
+def as_loop(
+    subject: Subjected, terms: Terms, platform: str, known: Subjected | None = None, opening: Opening = UNOPENED
+) -> Subjected:
     """The step as a pipeline cuts it into stages: a loop over its microbatches, were it one only; branches are opened.
 
-    ``known`` is the step run as these microbatches, if it was rewritten before.
-    Raises :class:`~autopar.errors.PlanError` where the batch cannot be cut so.
+    ``known`` is the step run as these microbatches, if it was rewritten before.  Loops over layers are cut between trips as
+    ``opening`` says.  Raises :class:`~autopar.errors.PlanError` where the batch cannot be cut so.
     """
+    if opening.pieces > 1:
+        subject, known = cut_between_trips(subject, opening, platform), None
     if known is not None:
         program, alone = known.program, known.alone
     elif terms.count > 1:
         program, alone = _in_microbatches(subject, terms, platform)
     else:
         program, alone = as_one_trip(subject.program, subject.graph, subject.roles.leaves(Role.BATCH)), ""
-    opened = with_open_branches(program)
-    if known is not None and opened is program:
+    flat = with_open_branches(program)
+    if known is not None and flat is program:
         return known
-    return replace(_rewritten(subject, opened, terms, platform), alone=alone)
+    return replace(_rewritten(subject, flat, terms, platform), alone=alone)
+
+
+def layer_loops_of(subject: Subjected) -> tuple[Operator, ...]:
+    """The loops over layers in a step as it was written."""
+    return layer_loops(subject.graph, subject.roles.leaves(Role.BATCH), subject.roles.leaves(Role.KEY))
+
+
+def cut_between_trips(subject: Subjected, opening: Opening, platform: str) -> Subjected:
+    """The step with its loops over layers in several pieces each, and its stacked leaves likewise.
+
+    Leaves that ``opening`` names are cut with them where they can be; the caller checks whether they were.
+    """
+    program, graph = subject.program, subject.graph
+    if any(one.primitive == LoopKind.COND and one.phase is Phase.UPDATE for one in graph.operators):
+        program = with_open_branches(program)  # a branch of an update reads and makes whole stacks
+        graph = build_graph(program.jaxpr, platform=platform)
+    whole = replace(subject, program=program, graph=graph)
+    may_be_cut = {k: value for k, value in enumerate(graph.inputs) if subject.roles.roles[k] in MAY_BE_CUT}
+    known = {may_be_cut[k]: Rows(dim, count) for k, dim, count in opening.leaves if k in may_be_cut}
+    stacks = stacks_of(graph, subject.roles.state_pairs, [loop.id for loop in layer_loops_of(whole)], known)
+    cut, leaves = opened(program, graph, stacks, opening.pieces, subject.roles)
+    roles = opened_roles(subject.roles, leaves)
+    opened_graph = build_graph(cut.jaxpr, platform=platform)
+    said, wishes = subject.leaves, subject.wishes
+    if said is not None:
+        said = _wishes_of_pieces(said, program, leaves)
+        wishes = wishes_of(opened_graph, cut.in_paths, roles.leaves(Role.STATE), said)
+    at = [(position, stacks.values[value]) for position, value in enumerate(graph.inputs) if leaves.inputs[position]]
+    return replace(
+        subject,
+        program=cut,
+        roles=roles,
+        graph=opened_graph,
+        wishes=wishes,
+        leaves=said,
+        retrace=None if subject.retrace is None else functools.partial(_retraced, subject, opening, platform),
+        written=subject,
+        opened=leaves,
+        opening=replace(opening, leaves=tuple((position, rows.dim, rows.count) for position, rows in at)),
+    )
+
+
+def _retraced(subject: Subjected, opening: Opening, platform: str, size: int) -> TracedProgram:
+    """The program on a batch of another size, its loops cut alike."""
+    assert subject.retrace is not None
+    program = subject.retrace(size)
+    one = replace(
+        subject, program=program, graph=build_graph(program.jaxpr, platform=platform), leaves=None, retrace=None
+    )
+    return cut_between_trips(one, opening, platform).program
+
+
+def _wishes_of_pieces(said: LeafWishes, program: TracedProgram, leaves: Opened) -> LeafWishes:
+    """What the arguments of a call say of their leaves, said of the pieces of those; a piece has its layers whole."""
+
+    def of_pieces(wishes: Mapping[str, LeafWish]) -> dict[str, LeafWish]:
+        found = dict(wishes)
+        for keys, path, pieces in zip(program.in_keys, program.in_paths, leaves.inputs, strict=True):
+            if pieces is not None and (wish := found.pop(path, None)) is not None:
+                entries = tuple(None if dim == pieces.dim else one for dim, one in enumerate(wish.entries))
+                found.update({"".join(key): replace(wish, entries=entries) for key in pieces.keys(keys)})
+        return found
+
+    return replace(said, names=of_pieces(said.names), placed=of_pieces(said.placed))
 
 
 class Rewritings:
@@ -159,7 +241,8 @@ class Rewritings:
     def __init__(self, subject: Subjected, platform: str) -> None:
         self.subject, self._platform = subject, platform
         self._microbatched: dict[Terms, Subjected] = {}
-        self._loops: dict[Terms, Subjected] = {}
+        self._loops: dict[tuple[Terms, Opening], Subjected] = {}
+        self._opened: dict[Opening, Subjected] = {}
         self._grounds: dict[tuple[int, frozenset[int]], Ground] = {}
 
     def microbatched(self, terms: Terms) -> Subjected:
@@ -168,12 +251,15 @@ class Rewritings:
             self._microbatched[terms] = microbatched(self.subject, terms, self._platform)
         return self._microbatched[terms]
 
-    def as_loop(self, terms: Terms) -> Subjected:
+    def as_loop(self, terms: Terms, opening: Opening = UNOPENED) -> Subjected:
         """See :func:`as_loop`."""
-        if terms not in self._loops:
-            known = self._microbatched.get(terms) if terms.count > 1 else None
-            self._loops[terms] = as_loop(self.subject, terms, self._platform, known)
-        return self._loops[terms]
+        if (terms, opening) not in self._loops:
+            if opening.pieces > 1 and opening not in self._opened:
+                self._opened[opening] = cut_between_trips(self.subject, opening, self._platform)
+            subject = self._opened.get(opening, self.subject)
+            known = self._microbatched.get(terms) if terms.count > 1 and subject is self.subject else None
+            self._loops[terms, opening] = as_loop(subject, terms, self._platform, known)
+        return self._loops[terms, opening]
 
     def ground(self, one: Subjected, separate: frozenset[int] = frozenset()) -> Ground:
         """What plans of one of these forms share; ``separate`` are values that lie for themselves."""

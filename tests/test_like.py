@@ -12,7 +12,7 @@ import pytest
 
 import autopar
 from autopar.inter_op.placing import SMALL_BYTES
-from autopar.runtime.distributed_array import DistributedArray
+from autopar.runtime.distributed_array import RemoteArray
 from tests.ray_cases import batch_of, create, loss_of, train_step, value
 
 make = partial(create, 0)
@@ -75,9 +75,9 @@ def test_on_ray_nothing_of_the_state_is_fetched(
     state = trained(step)
     wanted = jax.jit(evaluate)(here(state), batch_of(1))["loss"]
     like = autopar.parallelize(evaluate, like=step)
-    fetched: list[DistributedArray] = []
-    fetch = DistributedArray._value
-    monkeypatch.setattr(DistributedArray, "_value", lambda self: (fetched.append(self), fetch(self))[1])
+    fetched: list[RemoteArray] = []
+    fetch = RemoteArray.words
+    monkeypatch.setattr(RemoteArray, "words", lambda self: (fetched.append(self), fetch(self))[1])
     found = like(state, batch_of(1))
     assert all(array.nbytes <= SMALL_BYTES for array in fetched), "but what every stage wants, as the key"
     del fetched[:]

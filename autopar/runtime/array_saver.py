@@ -1,4 +1,5 @@
-"""How orbax saves arrays that lie in other processes: it hands them to this handler, which asks their holders to write.
+"""How orbax saves arrays that lie in other processes, or in pieces: it hands them to this handler, which asks their holders to
+write.  What lies on disk is the whole array, whatever its pieces were.
 
 Saving has two halves.  *Snapshot*: every holder copies its pieces to host memory, in order with the steps, so that a later step
 may take the memory over.  *Write*: a second call, beside the steps, puts the copies on disk.  Orbax awaits the second, then moves
@@ -9,20 +10,40 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from autopar import _compat
-from autopar.runtime.distributed_array import DistributedArray, stored_type
+from autopar.runtime.distributed_array import DistributedArray, RemoteArray, stored_type
 from autopar.runtime.fleet import MeshWorld
+from autopar.runtime.pieced_array import PiecedArray, cut
 from autopar.runtime.remote import as_numpy
-from autopar.runtime.storage import StoredArray, create_array
+from autopar.runtime.storage import Box, StoredArray, create_array, read_piece, write_piece
 from autopar.runtime.waiting import FETCHING_SECONDS, collected
 from autopar.schedule.reshard import local_shape
+
+
+@dataclass(frozen=True)
+class _Part:
+    """An array on one mesh that goes to disk under a name: it is ``leaf``, or a piece that begins at ``begin`` in it."""
+
+    array: RemoteArray | jax.Array
+    name: str
+    leaf: DistributedArray
+    begin: int = 0
+
+    def stored(self, directory: Any) -> StoredArray:
+        """Where it goes."""
+        whole = StoredArray(str(directory / self.name), self.leaf.shape, _compat.dtype_name(self.leaf.dtype))
+        if not isinstance(self.leaf, PiecedArray):
+            return whole
+        return whole.part(self.leaf.dim, self.begin, self.begin + self.array.shape[self.leaf.dim])
 
 
 @dataclass(frozen=True)
@@ -31,9 +52,30 @@ class _Snapshot:
 
     world: MeshWorld
     token: int
-    arrays: tuple[DistributedArray, ...]
-    names: tuple[str, ...]
+    parts: tuple[_Part, ...]
     calls: tuple[Any, ...]
+
+    def write(self, directory: Any) -> None:
+        """Let the holders write."""
+        self.world.collected(self.calls, FETCHING_SECONDS, f"{self.world.name} to copy its state")
+        stored = [part.stored(directory) for part in self.parts]
+        refs = self.world.aside("write_snapshot", self.token, stored)
+        self.world.collected(refs, FETCHING_SECONDS, f"{self.world.name} to write its state")
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """Copies of pieces that lie in this process: for each, boxes of it."""
+
+    parts: tuple[_Part, ...]
+    copies: tuple[dict[Box, np.ndarray[Any, Any]], ...]
+
+    def write(self, directory: Any) -> None:
+        """Write them."""
+        for part, boxes in zip(self.parts, self.copies, strict=True):
+            stored = part.stored(directory)
+            for box, piece in boxes.items():
+                write_piece(stored, box, piece)
 
 
 @dataclass
@@ -46,12 +88,12 @@ class Home(ocp.RestoreArgs):
     world: Any = None
     numbers: Iterator[int] | None = None
 
-    def new_array(self) -> DistributedArray:
+    def new_array(self) -> RemoteArray:
         """The handle of an array that is about to be put there."""
         assert self.numbers is not None
         return self.world.new_array(self.aval, self.where, next(self.numbers))
 
-    def put(self, value: Any) -> DistributedArray:
+    def put(self, value: Any) -> RemoteArray:
         """An array of this process, there."""
         array, (words, key_impl) = self.new_array(), as_numpy(value, self.aval.dtype)
         cut = self.world.pieces(words, self.where, key_impl)
@@ -61,6 +103,56 @@ class Home(ocp.RestoreArgs):
         ]
         collected(refs, FETCHING_SECONDS, f"{self.world.name} to take an array")
         return array
+
+
+@dataclass
+class PiecedHome(ocp.RestoreArgs):
+    """Where the pieces along ``dim`` of an array of a checkpoint shall lie: homes, or restore arguments of this process."""
+
+    restore_type: Any = DistributedArray
+    aval: Any = None
+    dim: int = 0
+    homes: tuple[Any, ...] = ()
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Where the pieces end."""
+        shapes = [one.aval.shape if isinstance(one, Home) else one.global_shape for one in self.homes]
+        return tuple(itertools.accumulate(shape[self.dim] for shape in shapes))
+
+    def parts(self, path: str) -> tuple[tuple[Any, StoredArray], ...]:
+        """Each piece's home, and what lies on disk of it."""
+        shape, dtype, _ = stored_type(self.aval)
+        whole, ends = StoredArray(path, shape, dtype), self.ends
+        begins = (0, *ends[:-1])
+        return tuple(
+            (home, whole.part(self.dim, begin, end)) for home, begin, end in zip(self.homes, begins, ends, strict=True)
+        )
+
+    def put(self, value: Any) -> PiecedArray:
+        """An array of this process, there."""
+        pieces = cut(value, self.dim, self.ends)
+        return PiecedArray(
+            [
+                home.put(piece) if isinstance(home, Home) else jax.device_put(piece, home.sharding)
+                for home, piece in zip(self.homes, pieces, strict=True)
+            ],
+            self.dim,
+        )
+
+
+def _read_here(stored: StoredArray, home: Any) -> jax.Array:
+    """A piece in this process, each device's part of it read for itself."""
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray[Any, Any]:
+        assert index is not None
+        return read_piece(stored, _box_of(index, stored.shape))
+
+    return jax.make_array_from_callback(stored.shape, home.sharding, part)
+
+
+def _box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
+    return tuple(one.indices(extent)[:2] for one, extent in zip(index, shape, strict=True))
 
 
 class ArraySaver(ocp.type_handlers.ArrayHandler):
@@ -73,36 +165,38 @@ class ArraySaver(ocp.type_handlers.ArrayHandler):
         self._tokens = itertools.count()
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Any:
-        """Arrays where the :class:`Home` among the arguments says, others in this process."""
+        """Arrays where the :class:`Home` or :class:`PiecedHome` among the arguments says, others in this process."""
         found: dict[int, Any] = {}
         wanted = list(args) if args is not None else [ocp.RestoreArgs()] * len(infos)
-        away: dict[MeshWorld, list[int]] = {}
+        away: dict[MeshWorld, list[Any]] = {}
         for number, (info, arg) in enumerate(zip(infos, wanted, strict=True)):
-            if isinstance(arg, Home) and not info.is_ocdbt_checkpoint:
-                away.setdefault(arg.world, []).append(number)
-        refs = []
-        for world, numbers in away.items():
-            read = []
-            for number in numbers:
-                home, path = wanted[number], str(infos[number].parent_dir / infos[number].name)
-                array = home.new_array()
-                found[number] = array
-                shape, dtype, key_impl = stored_type(home.aval)
-                read.append((array.number, home.where, StoredArray(path, shape, dtype), key_impl))
-            refs += world.call("read", read)
+            if info.is_ocdbt_checkpoint or not isinstance(arg, Home | PiecedHome):
+                continue
+            path = str(info.parent_dir / info.name)
+            if isinstance(arg, Home):
+                shape, dtype, _ = stored_type(arg.aval)
+                found[number] = _asked(arg, StoredArray(path, shape, dtype), away)
+            elif not _compat.is_key_dtype(arg.aval.dtype):
+                pieces = [
+                    _asked(home, part, away) if isinstance(home, Home) else _read_here(part, home)
+                    for home, part in arg.parts(path)
+                ]
+                found[number] = PiecedArray(pieces, arg.dim)
+        refs = [ref for world, read in away.items() for ref in world.call("read", read)]
         collected(refs, FETCHING_SECONDS, "the hosts to read the checkpoint")
         here = [number for number in range(len(infos)) if number not in found]
         if here:
-            plain = [ocp.RestoreArgs(dtype=arg.aval.dtype) if isinstance(arg := wanted[n], Home) else arg for n in here]
+            ours = Home | PiecedHome
+            plain = [_whole_here(arg.aval) if isinstance(arg := wanted[n], ours) else arg for n in here]
             arrays = await super().deserialize([infos[number] for number in here], plain)
             for number, array in zip(here, arrays, strict=True):
                 arg = wanted[number]
-                found[number] = arg.put(array) if isinstance(arg, Home) else array
+                found[number] = arg.put(array) if isinstance(arg, ours) else array
         return [found[number] for number in range(len(infos))]
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None) -> Any:
         """Start the snapshots now; the futures that come back write them."""
-        ours: dict[MeshWorld, list[tuple[DistributedArray, Any]]] = {}
+        ours: list[tuple[str, DistributedArray]] = []
         plain: list[tuple[Any, Any, Any]] = []
         for number, (value, info) in enumerate(zip(values, infos, strict=True)):
             arg = args[number] if args is not None else ocp.SaveArgs()
@@ -112,54 +206,105 @@ class ArraySaver(ocp.type_handlers.ArrayHandler):
                 # A few words; and orbax writes beside them how they are made.
                 plain.append((value.__jax_array__(), info, arg))
             else:
-                ours.setdefault(value.holder, []).append((value, info))  # type: ignore[arg-type]
-        snapshots = []
-        for world, pairs in ours.items():
-            arrays, of_arrays = zip(*pairs, strict=True)
-            token = next(self._tokens)
-            calls = world.call("snapshot", token, [(array.number, array.where) for array in arrays])
-            names = tuple(info.name for info in of_arrays)
-            snapshots.append(_Snapshot(world, token, arrays, names, tuple(calls)))
+                ours.append((info.name, value))
+        taken = self._taken([part for name, value in ours for part in _parts_of(name, value)])
         rows = [list(row) for row in zip(*plain, strict=True)]
         others = await super().serialize(*rows) if plain else []
-        if not snapshots:
+        if not taken:
             return others
-        return [ocp.future.CommitFutureAwaitingContractedSignals(self._commit(snapshots, infos[0], others))]
+        return [ocp.future.CommitFutureAwaitingContractedSignals(self._commit(ours, taken, infos[0], others))]
 
-    async def _commit(self, snapshots: Sequence[_Snapshot], info: Any, others: Sequence[Any]) -> None:
+    def _taken(self, parts: Sequence[_Part]) -> list[_Snapshot | _Copies]:
+        """Copies of arrays and pieces, under way where they lie."""
+        away: dict[MeshWorld, list[_Part]] = {}
+        here: list[_Part] = []
+        for part in parts:
+            if isinstance(part.array, RemoteArray):
+                away.setdefault(part.array.holder, []).append(part)  # type: ignore[arg-type]
+            else:
+                part.array.copy_to_host_async()
+                here.append(part)
+        found: list[_Snapshot | _Copies] = []
+        for world, those in away.items():
+            token = next(self._tokens)
+            told = [(part.array.number, part.array.where) for part in those if isinstance(part.array, RemoteArray)]
+            found.append(_Snapshot(world, token, tuple(those), tuple(world.call("snapshot", token, told))))
+        if here:
+            found.append(_Copies(tuple(here), tuple(_copied(part.array) for part in here)))
+        return found
+
+    async def _commit(
+        self,
+        ours: Sequence[tuple[str, DistributedArray]],
+        taken: Sequence[_Snapshot | _Copies],
+        info: Any,
+        others: Sequence[Any],
+    ) -> None:
         """Wait for what orbax writes itself, let the holders of the rest write, and note it; runs in a thread of orbax."""
         await info.await_path_creation()
         for other in others:  # both add to one file of notes
             await asyncio.to_thread(other.result)
-        for taken in snapshots:
-            await asyncio.to_thread(_write, taken, info.parent_dir)
-            noted = [
-                (name, array.shape, array.dtype, _chunk_shape(array))
-                for name, array in zip(taken.names, taken.arrays, strict=True)
-            ]
-            await _compat.note_arrays(self._store, info.parent_dir, noted)
+        for name, array in ours:
+            whole = StoredArray(str(info.parent_dir / name), array.shape, _compat.dtype_name(array.dtype))
+            await asyncio.to_thread(create_array, whole, _chunk_shape(array))
+        for one in taken:
+            await asyncio.to_thread(one.write, info.parent_dir)
+        noted = [(name, array.shape, array.dtype, _chunk_shape(array)) for name, array in ours]
+        await _compat.note_arrays(self._store, info.parent_dir, noted)
+
+
+def _whole_here(aval: Any) -> ocp.ArrayRestoreArgs:
+    """What reads the whole array into the memory of this host."""
+    memory = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    return ocp.ArrayRestoreArgs(sharding=memory, dtype=aval.dtype)
+
+
+def _asked(home: Home, stored: StoredArray, away: dict[MeshWorld, list[Any]]) -> RemoteArray:
+    """The handle of an array that a mesh is to read, which is noted in ``away``."""
+    array = home.new_array()
+    _, _, key_impl = stored_type(home.aval)
+    away.setdefault(home.world, []).append((array.number, home.where, stored, key_impl))
+    return array
+
+
+def _parts_of(name: str, value: DistributedArray) -> list[_Part]:
+    """The arrays that each lie on one mesh."""
+    if isinstance(value, PiecedArray):
+        begins = (0, *value.ends[:-1])
+        return [_Part(piece, name, value, begin) for piece, begin in zip(value.pieces, begins, strict=True)]
+    assert isinstance(value, RemoteArray)
+    return [_Part(value, name, value)]
+
+
+def _copied(array: Any) -> dict[Box, np.ndarray[Any, Any]]:
+    """Copies of the parts of an array in this process, each once."""
+    found: dict[Box, np.ndarray[Any, Any]] = {}
+    for shard in array.addressable_shards:
+        box = _box_of(shard.index, array.shape)
+        if box not in found:
+            found[box] = np.array(shard.data)  # a later step may take the memory of the array over
+    return found
 
 
 def _chunk_shape(array: DistributedArray) -> tuple[int, ...]:
-    return local_shape(array.shape, array.where.layout, array.where.mesh)
+    """Of the largest chunks of which every device's part is made: parts that differ never share one."""
+    if isinstance(array, PiecedArray):
+        shapes = [_part_shape(piece) for piece in array.pieces]
+        begins = tuple(array.ends if dim == array.dim else () for dim in range(array.ndim))
+        return tuple(
+            math.gcd(*extents, *there) for extents, there in zip(zip(*shapes, strict=True), begins, strict=True)
+        )
+    return _part_shape(array)
 
 
-def _write(taken: _Snapshot, directory: Any) -> None:
-    """Create the arrays, then let their holders write."""
-    stored = []
-    for array, name in zip(taken.arrays, taken.names, strict=True):
-        one = StoredArray(str(directory / name), array.shape, _compat.dtype_name(array.dtype))
-        create_array(one, _chunk_shape(array))
-        stored.append(one)
-    taken.world.collected(taken.calls, FETCHING_SECONDS, f"{taken.world.name} to copy its state")
-    refs = taken.world.aside("write_snapshot", taken.token, stored)
-    taken.world.collected(refs, FETCHING_SECONDS, f"{taken.world.name} to write its state")
+def _part_shape(array: Any) -> tuple[int, ...]:
+    if isinstance(array, RemoteArray):
+        return local_shape(array.shape, array.where.layout, array.where.mesh)
+    return tuple(array.sharding.shard_shape(array.shape))
 
 
 def registry() -> Any:
     """Which handler saves which type: ours for arrays, those of orbax for the rest."""
-    import numpy as np
-
     scalar = ocp.type_handlers.ScalarHandler()
     found = ocp.type_handlers.create_type_handler_registry(
         (int, scalar),

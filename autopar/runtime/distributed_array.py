@@ -1,13 +1,16 @@
-"""An array that lies on the devices of other processes: what a step on a Ray cluster returns.
+"""An array that no one ``jax.Array`` of this process can be.
 
-It is a leaf of pytrees like a ``jax.Array`` and is handed to the next step without being moved.  Nothing is fetched until its
-value is asked for: by ``float()``, ``np.asarray``, ``jax.device_get``, or by an operation of JAX or NumPy on it.
+It lies on the devices of other processes (what a step on a Ray cluster returns), or its pieces lie on several meshes (the
+stacked parameters of a loop over layers that stages of a pipeline share: :mod:`autopar.runtime.pieced_array`).  It is a leaf of
+pytrees like a ``jax.Array`` and is handed to the next step without being moved.  Nothing is fetched until its value is asked
+for: by ``float()``, ``np.asarray``, ``jax.device_get``, or by an operation of JAX or NumPy on it.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,35 +29,42 @@ class Holder(Protocol):
     def check(self) -> None:
         """Raise ``WorkerError`` if the mesh is lost."""
 
-    def fetch(self, array: DistributedArray) -> np.ndarray[Any, Any]:
+    def fetch(self, array: RemoteArray) -> np.ndarray[Any, Any]:
         """Its value; of typed keys, the words."""
 
-    def wait(self, array: DistributedArray) -> None:
+    def wait(self, array: RemoteArray) -> None:
         """Return when it is there."""
 
     def release(self, number: int) -> None:
         """Nobody asks for the array of this number any more."""
 
 
-@dataclass(frozen=True)
-class _Gone:
-    why: str
+class DistributedArray(ABC):
+    """See the module docstring.  ``aval`` says shape and dtype of the whole array."""
 
-
-class DistributedArray:
-    """See the module docstring.  ``where`` says on which devices it lies, and cut how."""
-
-    __slots__ = ("__weakref__", "_finalizer", "_gone", "aval", "holder", "number", "where")
+    __slots__ = ("__weakref__", "aval")
     __array_priority__ = 100
 
-    def __init__(self, aval: Any, where: Where, holder: Holder, number: int) -> None:
+    def __init__(self, aval: Any) -> None:
         self.aval = aval
-        self.where = where
-        self.holder = holder
-        self.number = number
-        self._gone: _Gone | None = None
-        self._finalizer = weakref.finalize(self, holder.release, number)
-        self._finalizer.atexit = False
+
+    # ---------------------------------------------------------------------------------------------------- its lifetime
+
+    @abstractmethod
+    def is_deleted(self) -> bool:
+        """Whether a step took its memory over, or it was deleted, or its mesh is gone."""
+
+    @abstractmethod
+    def delete(self) -> None:
+        """Give its memory back now."""
+
+    @abstractmethod
+    def block_until_ready(self) -> DistributedArray:
+        """Wait until it is computed."""
+
+    @abstractmethod
+    def words(self) -> np.ndarray[Any, Any]:
+        """Its value in this process; of typed keys, the words."""
 
     # ---------------------------------------------------------------------------------------------- what it is like
 
@@ -88,58 +98,21 @@ class DistributedArray:
         """Whether its dtype gives way to others, as in ``jax.Array``."""
         return bool(self.aval.weak_type)
 
-    def __repr__(self) -> str:
-        devices = ", ".join(map(str, self.where.devices))
-        state = f", {self._gone.why}" if self._gone else ""
-        return f"DistributedArray({self.aval.str_short()}, {self.where.layout} on {self.where.mesh}, devices {devices}{state})"
-
     def __len__(self) -> int:
         if not self.shape:
             raise TypeError("len() of an array without dimensions")
         return self.shape[0]
 
-    # -------------------------------------------------------------------------------------------------- its lifetime
-
-    def is_deleted(self) -> bool:
-        """Whether a step took its memory over, or it was deleted, or its mesh is gone."""
-        return self._gone is not None
-
-    def delete(self) -> None:
-        """Give its memory back now."""
-        self.forget("deleted")
-        self._finalizer()
-
-    def forget(self, why: str) -> None:
-        """Mark it as gone; for those who know that it is."""
-        self._gone = self._gone or _Gone(why)
-
-    def block_until_ready(self) -> DistributedArray:
-        """Wait until it is computed."""
-        self._check()
-        self.holder.wait(self)
-        return self
-
-    def _check(self) -> None:
-        if self._gone is not None:
-            raise TraceError(
-                f"{self!r} has no value any more ({self._gone.why}). Pass on the state that the step returns, or keep the old "
-                "one with parallelize(..., donate_argnums=())."
-            )
-
     # ----------------------------------------------------------------------------------------------------- its value
-
-    def _value(self) -> np.ndarray[Any, Any]:
-        self._check()
-        return self.holder.fetch(self)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if jax.numpy.issubdtype(self.dtype, jax.dtypes.prng_key):
             raise TypeError("typed PRNG keys have no NumPy value; ask for jax.random.key_data(jnp.asarray(key))")
-        value = self._value()
+        value = self.words()
         return value if dtype is None else value.astype(dtype)
 
     def __jax_array__(self) -> jax.Array:
-        value = jax.numpy.asarray(self._value())
+        value = jax.numpy.asarray(self.words())
         if jax.numpy.issubdtype(self.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(value, impl=_compat.key_impl_name(_compat.dtype_name(self.dtype)))
         return value
@@ -169,6 +142,62 @@ class DistributedArray:
 
     def __getitem__(self, index: Any) -> np.ndarray[Any, Any]:
         return np.asarray(self)[index]
+
+
+@dataclass(frozen=True)
+class _Gone:
+    why: str
+
+
+class RemoteArray(DistributedArray):
+    """An array on one mesh of other processes.  ``where`` says on which devices it lies, and cut how."""
+
+    __slots__ = ("_finalizer", "_gone", "holder", "number", "where")
+
+    def __init__(self, aval: Any, where: Where, holder: Holder, number: int) -> None:
+        super().__init__(aval)
+        self.where = where
+        self.holder = holder
+        self.number = number
+        self._gone: _Gone | None = None
+        self._finalizer = weakref.finalize(self, holder.release, number)
+        self._finalizer.atexit = False
+
+    def __repr__(self) -> str:
+        devices = ", ".join(map(str, self.where.devices))
+        state = f", {self._gone.why}" if self._gone else ""
+        return f"DistributedArray({self.aval.str_short()}, {self.where.layout} on {self.where.mesh}, devices {devices}{state})"
+
+    def is_deleted(self) -> bool:
+        """Whether a step took its memory over, or it was deleted, or its mesh is gone."""
+        return self._gone is not None
+
+    def delete(self) -> None:
+        """Give its memory back now."""
+        self.forget("deleted")
+        self._finalizer()
+
+    def forget(self, why: str) -> None:
+        """Mark it as gone; for those who know that it is."""
+        self._gone = self._gone or _Gone(why)
+
+    def block_until_ready(self) -> RemoteArray:
+        """Wait until it is computed."""
+        self._check()
+        self.holder.wait(self)
+        return self
+
+    def words(self) -> np.ndarray[Any, Any]:
+        """Its value in this process; of typed keys, the words."""
+        self._check()
+        return self.holder.fetch(self)
+
+    def _check(self) -> None:
+        if self._gone is not None:
+            raise TraceError(
+                f"{self!r} has no value any more ({self._gone.why}). Pass on the state that the step returns, or keep the old "
+                "one with parallelize(..., donate_argnums=())."
+            )
 
 
 def stored_type(aval: Any) -> tuple[tuple[int, ...], str, str | None]:

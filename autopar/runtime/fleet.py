@@ -26,7 +26,7 @@ from autopar import _compat
 from autopar.cluster import Mesh, Platform
 from autopar.errors import ClusterError, InternalError, WorkerError
 from autopar.ray_hosts import RayHosts
-from autopar.runtime.distributed_array import DistributedArray
+from autopar.runtime.distributed_array import RemoteArray
 from autopar.runtime.host_data import HostLeaf
 from autopar.runtime.messages import HostPieces, HostRows, HostStatus, Where, World
 from autopar.runtime.nccl import UniqueId
@@ -364,9 +364,9 @@ class MeshWorld:
 
     # ------------------------------------------------------------------------------------------------------- arrays
 
-    def new_array(self, aval: Any, where: Where, number: int) -> DistributedArray:
+    def new_array(self, aval: Any, where: Where, number: int) -> RemoteArray:
         """The handle of an array that has, or will have, this number on the processes."""
-        return DistributedArray(aval, where, self, number)
+        return RemoteArray(aval, where, self, number)
 
     def pieces(self, value: np.ndarray[Any, Any], where: Where, key_impl: str | None = None) -> list[HostPieces]:
         """An array cut for each process; of typed keys its words."""
@@ -405,7 +405,7 @@ class MeshWorld:
             found.append(HostRows(leaf.data.token, leaf.step, leaf.leaf, shape, dtype, parts))
         return found
 
-    def fetch(self, array: DistributedArray) -> np.ndarray[Any, Any]:
+    def fetch(self, array: RemoteArray) -> np.ndarray[Any, Any]:
         """The value of an array, every piece of it from one process."""
         self.check()
         placement = array.where.placement(array.ndim)
@@ -430,7 +430,7 @@ class MeshWorld:
             raise InternalError(f"{array!r} has no piece; report this")
         return whole
 
-    def wait(self, array: DistributedArray) -> None:
+    def wait(self, array: RemoteArray) -> None:
         """Return when an array is there."""
         self.collected(self.call("wait", array.number), self.limit_seconds, f"{self.name} to compute an array")
 

@@ -18,7 +18,7 @@ import numpy as np
 from autopar import _compat
 from autopar.cluster import Platform
 from autopar.errors import WorkerError
-from autopar.runtime.distributed_array import DistributedArray
+from autopar.runtime.distributed_array import DistributedArray, RemoteArray
 from autopar.runtime.exchange import Peers
 from autopar.runtime.fleet import Fleet, MeshWorld
 from autopar.runtime.host_data import HostLeaf
@@ -193,7 +193,7 @@ class RemoteExecutor:
         leaf = leaves[entry.position]
         if isinstance(leaf, HostLeaf):
             return world.rows(leaf, entry.row, where)
-        if isinstance(leaf, DistributedArray) and entry.row < 0:
+        if isinstance(leaf, RemoteArray) and entry.row < 0:
             leaf.holder.check()
             same_devices = sorted(leaf.where.devices) == sorted(where.devices)
             if leaf.holder is world and same_devices and not leaf.where.layout.partial:
@@ -205,7 +205,7 @@ class RemoteExecutor:
         for world, mesh in zip(self.worlds, self._shipments.meshes, strict=True):
             for entry in mesh.entries:
                 leaf = leaves[entry.position]
-                if entry.is_donated and isinstance(leaf, DistributedArray) and leaf.holder is world:
+                if entry.is_donated and isinstance(leaf, RemoteArray) and leaf.holder is world:
                     leaf.forget("a later step took its memory over for its result")
 
     def _result(self, output: Output, orders: Sequence[tuple[MeshWorld, int, Any]]) -> Any:

@@ -22,10 +22,11 @@ from typing import Any
 import jax
 from jax import tree_util
 
-from autopar.runtime.distributed_array import DistributedArray, stored_type
+from autopar.runtime.distributed_array import RemoteArray, stored_type
 from autopar.runtime.fleet import MeshWorld
 from autopar.runtime.kept_copies import Box
 from autopar.runtime.messages import Where
+from autopar.runtime.pieced_array import Grouping, put_together, taken_apart
 from autopar.runtime.processes import ASIDE
 from autopar.runtime.waiting import FETCHING_SECONDS, SILENT_SECONDS, collected
 from autopar.schedule.cross_mesh import piece_box
@@ -54,6 +55,7 @@ class _Kept:
 
     step: int
     tree: Any
+    grouping: Grouping
     leaves: dict[int, _Leaf]
     others: dict[int, Any]
     calls: tuple[Any, ...] = field(repr=False)
@@ -94,8 +96,9 @@ class Replicas:
 
         Raises ``WorkerError`` where a process died meanwhile.
         """
-        leaves, tree = tree_util.tree_flatten(state)
-        mine = {number: leaf for number, leaf in enumerate(leaves) if isinstance(leaf, DistributedArray)}
+        whole, tree = tree_util.tree_flatten(state)
+        leaves, grouping = taken_apart(whole)
+        mine = {number: leaf for number, leaf in enumerate(leaves) if isinstance(leaf, RemoteArray)}
         known = {number: _Leaf(leaf.aval, leaf.where, leaf.holder) for number, leaf in mine.items()}  # type: ignore[arg-type]
         if self._last:
             before = self._last[-1]
@@ -108,7 +111,7 @@ class Replicas:
             told = [(number, mine[number].number, leaf.where) for number, leaf in known.items() if leaf.world is world]
             calls += world.call("keep", step, told, older_than)
         others = {number: leaf for number, leaf in enumerate(leaves) if number not in known}
-        self._last.append(_Kept(step, tree, known, others, tuple(calls)))
+        self._last.append(_Kept(step, tree, grouping, known, others, tuple(calls)))
 
     def forget(self) -> None:
         """The state was made anew: what is known of copies is of no use."""
@@ -152,7 +155,8 @@ class Replicas:
                 calls.append(actor.take_kept.remote(kept.step, entries, boxes, *refs))
         collected(calls, FETCHING_SECONDS, f"the hosts to take the state of step {kept.step}")
         self._last = []
-        return tree_util.tree_unflatten(kept.tree, [found[number] for number in sorted(found)])
+        whole = put_together([found[number] for number in sorted(found)], kept.grouping)
+        return tree_util.tree_unflatten(kept.tree, whole)
 
 
 def _steps_kept(world: MeshWorld) -> list[frozenset[int]]:
@@ -197,4 +201,4 @@ def _given(world: MeshWorld, step: int, holders: dict[tuple[int, Box], int]) -> 
 
 def lies_on_meshes(state: Any) -> bool:
     """Whether any leaf lies in other processes."""
-    return any(isinstance(leaf, DistributedArray) for leaf in jax.tree.leaves(state))
+    return any(isinstance(leaf, RemoteArray) for leaf in taken_apart(jax.tree.leaves(state))[0])

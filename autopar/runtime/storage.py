@@ -24,17 +24,38 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class StoredArray:
-    """One array on disk: its directory, and shape and dtype of what lies there (of typed keys, the words)."""
+    """One array on disk: its directory, its shape and dtype (of typed keys, those of the words).
+
+    It may be a part of what lies there, which then has the shape ``around``, and in which it begins at ``begin``.
+    """
 
     path: str
     shape: tuple[int, ...]
     dtype: str
+    around: tuple[int, ...] = ()
+    begin: tuple[int, ...] = ()
+
+    @property
+    def shape_there(self) -> tuple[int, ...]:
+        """The shape of what lies there."""
+        return self.around or self.shape
+
+    def part(self, dim: int, begin: int, end: int) -> StoredArray:
+        """The part between two positions along a dimension."""
+        shape = (*self.shape[:dim], end - begin, *self.shape[dim + 1 :])
+        start = tuple(begin if one == dim else 0 for one in range(len(shape)))
+        return StoredArray(self.path, shape, self.dtype, self.shape, start)
+
+    def slices(self, box: Box) -> tuple[slice, ...]:
+        """A box of this array in what lies there."""
+        begin = self.begin or (0,) * len(box)
+        return tuple(slice(start + first, stop + first) for (start, stop), first in zip(box, begin, strict=True))
 
 
 def create_array(stored: StoredArray, chunk_shape: Sequence[int]) -> None:
     """Write the array's metadata; its pieces follow."""
     metadata = {
-        "shape": list(stored.shape),
+        "shape": list(stored.shape_there),
         "chunks": [max(1, extent) for extent in chunk_shape],
         "compressor": {"id": "zstd", "level": 1},
         "dimension_separator": ".",
@@ -45,19 +66,19 @@ def create_array(stored: StoredArray, chunk_shape: Sequence[int]) -> None:
 def write_piece(stored: StoredArray, box: Box, piece: np.ndarray[Any, Any]) -> None:
     """Write one piece, which is whole chunks."""
     array = _open(_spec(stored.path), stored.path)
-    array[tuple(slice(*ends) for ends in box)].write(piece).result()
+    array[stored.slices(box)].write(piece).result()
 
 
 def read_piece(stored: StoredArray, box: Box) -> np.ndarray[Any, Any]:
     """Read one piece; raises ``CheckpointError`` where another shape or dtype lies."""
     array = _open(_spec(stored.path), stored.path)
     found = tuple(array.shape), array.dtype.numpy_dtype.name
-    if found != (stored.shape, stored.dtype):
+    if found != (stored.shape_there, stored.dtype):
         raise CheckpointError(
-            f"{stored.path} holds {found[1]}{list(found[0])}, and the step wants {stored.dtype}{list(stored.shape)}; restore "
-            "into the model and the precision that were saved"
+            f"{stored.path} holds {found[1]}{list(found[0])}, and the step wants {stored.dtype}{list(stored.shape_there)}; "
+            "restore into the model and the precision that were saved"
         )
-    return np.asarray(array[tuple(slice(*ends) for ends in box)].read().result())
+    return np.asarray(array[stored.slices(box)].read().result())
 
 
 def _spec(path: str) -> dict[str, Any]:
