@@ -35,7 +35,7 @@ from autopar.inter_op.dealing import check_homes, devices_at, homes_of, schedule
 from autopar.inter_op.examples import CoupledBatchError
 from autopar.inter_op.layers import layers
 from autopar.inter_op.looped import Looped, looped
-from autopar.inter_op.pipeline_search import Wanted, search_pipelines
+from autopar.inter_op.pipeline_search import SCHEDULES, Wanted, search_pipelines
 from autopar.inter_op.stages import (
     Arrangement,
     PipelineFound,
@@ -65,11 +65,6 @@ WORTH_SHARE = 0.03
 MICROBATCHES_PER_MESH = 4
 """Unless told otherwise a pipeline runs up to so many microbatches for each mesh: the bubble is then below a fifth."""
 
-PIECES_PER_STAGE = 2
-MOST_PIECES = 16
-"""Loops over layers are cut into so many pieces for each stage that is looked for, into so many in all unless more stages are
-demanded."""
-
 FINER = (1, 2, 4)
 """Layers are looked for so many times as fine as stages, until there are enough."""
 
@@ -89,32 +84,53 @@ def plan_pipeline(
     Raises :class:`~autopar.errors.PlanError` where a demand cannot be met.
     """
     check_patterns(demands.constraints, subject.program.in_paths)
-    if _leaves_layouts_open(subject, demands) and isinstance(demands.stages, int):
+    has_layers = bool(layer_loops_of(subject))
+    if _leaves_layouts_open(subject, demands) and isinstance(demands.stages, int) and not has_layers:
         wanted = Wanted(demands.stages, demands.schedule, stages_per_mesh=demands.stages_per_mesh)
         forms = Rewritings(subject, cluster.device.platform.value)
         if (chosen := _searched(forms, cluster, demands, wanted, report_progress)) is not None:
             return chosen
     refusal: PlanError | None = None  # what now follows finds finer cuts, or says why there are none
-    schedule = _schedule_of(demands)
     for num_stages in _stages_demanded(demands, cluster):
-        num_meshes = _num_meshes(num_stages, schedule, cluster, demands)
-        one = _as_microbatches(subject, num_meshes, cluster, demands, opening_for(subject, num_stages))
-        homes = homes_of(schedule, num_stages, one.num_microbatches, num_meshes)
-        devices = _devices_of(homes, cluster, demands)
-        loop = loop_of(one)
-        report_progress("finding the layers")
-        cuts = cuts_for(loop, one.roles.state_pairs, num_stages)
-        if len(cuts) != num_stages - 1:
-            many = f"{len(cuts) + 1} layers" if cuts else "1 layer"
-            refusal = refusal or PlanError(
-                f"the forward pass can be cut into {many}, too few for {num_stages} stages; ask for fewer stages{_kept_loop(one)}"
-            )
-            continue
-        task = pipeline_task(one, loop, cluster, demands, report_progress)
-        found = StagePlanner(task).plan(Arrangement(cuts, devices, schedule))
-        return one, plan_of_pipeline(one, cluster, demands, found), None
+        try:
+            return _in_even_stages(subject, num_stages, cluster, demands, report_progress)
+        except _TooFewLayersError as error:
+            refusal = refusal or error
     assert refusal is not None
     raise refusal
+
+
+class _TooFewLayersError(PlanError):
+    """The forward pass has fewer layers than stages are wanted."""
+
+
+def _in_even_stages(
+    subject: Subjected,
+    num_stages: int,
+    cluster: Cluster,
+    demands: Demands,
+    report_progress: Callable[[str], None],
+) -> tuple[Subjected, Plan, None]:
+    """The plan of so many stages of about the same work; loops over layers are cut for them."""
+    schedule = _schedule_of(demands)
+    num_meshes = _num_meshes(num_stages, schedule, cluster, demands)
+    one = _as_microbatches(subject, num_meshes, cluster, demands, opening_for(subject, num_stages))
+    homes = homes_of(schedule, num_stages, one.num_microbatches, num_meshes)
+    devices = _devices_of(homes, cluster, demands)
+    loop = loop_of(one)
+    report_progress("finding the layers")
+    cuts = cuts_for(loop, one.roles.state_pairs, num_stages)
+    if len(cuts) != num_stages - 1:
+        many = f"{len(cuts) + 1} layers" if cuts else "1 layer"
+        raise _TooFewLayersError(
+            f"the forward pass can be cut into {many}, too few for {num_stages} stages; ask for fewer stages{_kept_loop(one)}"
+        )
+    planner = StagePlanner(pipeline_task(one, loop, cluster, demands, report_progress))
+    found = planner.plan(Arrangement(cuts, devices, schedule))
+    if one.opened is not None and schedule is Schedule.ONE_F_ONE_B and demands.schedule is None:
+        others = [planner.under(found, other) for other in SCHEDULES if other is not schedule]
+        found = min((found, *(one for one in others if one is not None)), key=lambda one: one.step_seconds)
+    return one, plan_of_pipeline(one, cluster, demands, found), None
 
 
 def plan_pipeline_like(
@@ -182,8 +198,20 @@ def _leaves_layouts_open(subject: Subjected, demands: Demands) -> bool:
 def best_pipeline(
     forms: Rewritings, cluster: Cluster, demands: Demands, to_beat_seconds: float, report: Callable[[str], None]
 ) -> tuple[Subjected, Plan, None] | None:
-    """The fastest pipeline of two stages or more, if it is faster than ``to_beat_seconds``."""
-    return _searched(forms, cluster, demands, Wanted(schedule=demands.schedule), report, to_beat_seconds)
+    """The fastest pipeline of two stages or more, if it is faster than ``to_beat_seconds``.
+
+    Loops over layers are whole in the search: priced as one program, their pieces are too much for it.  One pipeline with
+    them cut is planned beside it, a stage on each host.
+    """
+    found = _searched(forms, cluster, demands, Wanted(schedule=demands.schedule), report, to_beat_seconds)
+    if cluster.hosts == 1 or not layer_loops_of(forms.subject):
+        return found
+    try:
+        cut = _in_even_stages(forms.subject, cluster.hosts, cluster, replace(demands, stages=cluster.hosts), report)
+    except PlanError:
+        return found
+    best_seconds = to_beat_seconds if found is None else found[1].step_seconds
+    return cut if cut[1].step_seconds < best_seconds else found
 
 
 def _searched(
@@ -196,14 +224,12 @@ def _searched(
 ) -> tuple[Subjected, Plan, None] | None:
     """The fastest pipeline that is as wanted; None if none is found, or none as fast."""
     subject, coupling = forms.subject, ""
-    natural = cluster.hosts if cluster.hosts > 1 else cluster.num_devices
-    opening = opening_for(subject, wanted.num_stages or min(natural, MOST_PIECES))
     known: dict[int, tuple[Subjected, PipelineTask]] = {}
 
     def task(count: int) -> PipelineTask:
         if count not in known:
             report(f"cutting the batch into {count} microbatches")
-            one = forms.as_loop(demands.terms(count), opening)
+            one = forms.as_loop(demands.terms(count))
             task = pipeline_task(one, loop_of(one), cluster, demands, report)
             known[count] = one, replace(task, ground=functools.partial(forms.ground, one))
         return known[count][1]
@@ -234,9 +260,9 @@ def counts_of(batch_size: int | None, most_doublings: int = MOST_DOUBLINGS) -> l
 
 
 def opening_for(subject: Subjected, num_stages: int) -> Opening:
-    """How loops over layers are cut for so many stages: into several pieces for each, as other parts of a model weigh too."""
+    """How loops over layers are cut for so many stages: into a piece for each, for more pieces take longer to plan."""
     trips = max((loop.bodies[0].trips for loop in layer_loops_of(subject)), default=1)
-    return Opening(min(trips, max(num_stages, min(PIECES_PER_STAGE * num_stages, MOST_PIECES))))
+    return Opening(min(trips, num_stages))
 
 
 def _kept_loop(subject: Subjected) -> str:

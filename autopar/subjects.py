@@ -241,8 +241,7 @@ class Rewritings:
     def __init__(self, subject: Subjected, platform: str) -> None:
         self.subject, self._platform = subject, platform
         self._microbatched: dict[Terms, Subjected] = {}
-        self._loops: dict[tuple[Terms, Opening], Subjected] = {}
-        self._opened: dict[Opening, Subjected] = {}
+        self._loops: dict[Terms, Subjected] = {}
         self._grounds: dict[tuple[int, frozenset[int]], Ground] = {}
 
     def microbatched(self, terms: Terms) -> Subjected:
@@ -251,15 +250,12 @@ class Rewritings:
             self._microbatched[terms] = microbatched(self.subject, terms, self._platform)
         return self._microbatched[terms]
 
-    def as_loop(self, terms: Terms, opening: Opening = UNOPENED) -> Subjected:
+    def as_loop(self, terms: Terms) -> Subjected:
         """See :func:`as_loop`."""
-        if (terms, opening) not in self._loops:
-            if opening.pieces > 1 and opening not in self._opened:
-                self._opened[opening] = cut_between_trips(self.subject, opening, self._platform)
-            subject = self._opened.get(opening, self.subject)
-            known = self._microbatched.get(terms) if terms.count > 1 and subject is self.subject else None
-            self._loops[terms, opening] = as_loop(subject, terms, self._platform, known)
-        return self._loops[terms, opening]
+        if terms not in self._loops:
+            known = self._microbatched.get(terms) if terms.count > 1 else None
+            self._loops[terms] = as_loop(self.subject, terms, self._platform, known)
+        return self._loops[terms]
 
     def ground(self, one: Subjected, separate: frozenset[int] = frozenset()) -> Ground:
         """What plans of one of these forms share; ``separate`` are values that lie for themselves."""
