@@ -24,7 +24,7 @@ from autopar.first_state import Initialiser, born_sharded, initialiser_for
 from autopar.graph.roles import Role, infer_roles
 from autopar.graph.tracing import Call, flatten_call, retracer, trace
 from autopar.graph.wishes import LeafWish, LeafWishes, leaf_wishes, names_on
-from autopar.homes import homes_of, pieced_home
+from autopar.homes import devices_here, homes_of, pieced_home
 from autopar.inter_op.account import PipelineAccount, account_of
 from autopar.inter_op.assemble import Assembled, stages_of_leaves
 from autopar.inter_op.terms import BatchCoupling, MicrobatchRng
@@ -414,10 +414,10 @@ class Parallelized:
             progress.say(f"compiling for mesh {plan.mesh}")
             program = lower(subject.graph, plan.stages[0], plan.out_layouts)
             if cluster.runs_on is not None and target is None:
-                return Compiled(
-                    subject, plan, program, step_on_ray(program, subject.program, donated, cluster, progress.say)
-                )
-            target = target or Target(tuple(jax.devices()))
+                numbers = plan.devices_of(0)
+                remote = step_on_ray(program, subject.program, donated, cluster, progress.say, numbers)
+                return Compiled(subject, plan, program, remote)
+            target = target or Target(devices_here(plan.devices_of(0)))
             executor = Executor(program, subject.program.in_avals, donated, target.devices, target.options)
         return Compiled(subject, plan, program, executor)
 

@@ -20,23 +20,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
-
-import msgspec
+from typing import Any
 
 from autopar.errors import ClusterError
-from autopar.files import Header, write_atomically
 from autopar.profile import Profile
 from autopar.ray_hosts import RayHosts
 
-_FILE_FORMAT = "autopar-cluster"
-_FILE_VERSION = 1
 AXIS_NAMES = ("data", "model", "extra")  # of the axes of a logical mesh, as many as it has
-_Made = TypeVar("_Made")
 
 
 class Platform(Enum):
@@ -289,6 +283,15 @@ class Cluster:
             changes["device"] = dataclasses.replace(device, memory_bytes=memory_bytes)
         return dataclasses.replace(self, **changes)
 
+    def part(self, devices: Sequence[int]) -> Cluster:
+        """Some of the devices as a cluster of their own: as many on each host that they are on."""
+        if len(devices) == self.num_devices:
+            return self
+        hosts = {device // self.devices_per_host for device in devices}
+        per_host = len(devices) // len(hosts)
+        profile = None if self.profile is None else self.profile.of_part(per_host)
+        return self.replace(hosts=len(hosts), devices_per_host=per_host, profile=profile)
+
     def with_profile(self, profile: Profile | str | Path | None) -> Cluster:
         """This cluster priced by what was measured (a profile or its file), or by its plain figures for None.
 
@@ -391,14 +394,18 @@ class Cluster:
 
         Raises ``ClusterError`` naming the file and the field for anything missing, unknown, ill-typed or out of range.
         """
-        return _read_cluster(Path(path))
+        from autopar.cluster_file import read_cluster
+
+        return read_cluster(Path(path))
 
     def to_file(self, path: str | Path) -> None:
         """Write this cluster as versioned JSON, without its profile, which is a file of its own.
 
         Raises ``ClusterError`` if the file cannot be written.
         """
-        _write_cluster(self, Path(path))
+        from autopar.cluster_file import write_cluster
+
+        write_cluster(self, Path(path))
 
 
 def _check_profile(profile: object, name: str, platform: Platform, devices_per_host: int) -> None:
@@ -424,114 +431,3 @@ def _ordered_factorizations(number: int, max_factors: int) -> Iterator[tuple[int
             if number % first == 0:
                 for rest in _ordered_factorizations(number // first, max_factors - 1):
                     yield (first, *rest)
-
-
-class _Link(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    latency_seconds: float
-    bytes_per_second: float
-    shared_by: int = 1
-    source: str = ""
-
-
-class _Device(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    name: str
-    platform: Platform
-    flops_per_second: dict[str, float]
-    memory_bytes: int
-    memory_bytes_per_second: float
-    source: str = ""
-
-
-class _Cluster(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    name: str
-    hosts: int
-    devices_per_host: int
-    device: _Device
-    local_link: _Link
-    network_link: _Link
-    compute_shared_by: int = 1
-    notes: str = ""
-
-
-class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    format: str
-    version: int
-    cluster: _Cluster
-
-
-def _read_cluster(path: Path) -> Cluster:
-    """The cluster in the file; raises ``ClusterError`` that names the file, the field and what to do."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ClusterError(f"cannot read cluster file {path}: {error.strerror or error}; check the path") from error
-    try:
-        header = msgspec.json.decode(data, type=Header)
-        if header.format != _FILE_FORMAT:
-            raise ClusterError(
-                f"{path}: $.format is {header.format!r}, not {_FILE_FORMAT!r}; this is not a cluster file"
-            )
-        if header.version != _FILE_VERSION:
-            raise ClusterError(
-                f"{path}: $.version is {header.version}, this release reads {_FILE_VERSION}; write the file anew with "
-                "Cluster.to_file, or use the release that wrote it"
-            )
-        stored = msgspec.json.decode(data, type=_File).cluster
-    except msgspec.ValidationError as error:
-        raise ClusterError(f"{path}: {error}; correct that field (the fields are those of Cluster)") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ClusterError(
-            f"{path} is not complete JSON ({error}); NaN and infinity have no place in it either: write it anew"
-        ) from error
-    return _to_cluster(path, stored)
-
-
-def _write_cluster(cluster: Cluster, path: Path) -> None:
-    """Write the cluster; reading it back gives an equal one."""
-    device = cluster.device
-    stored = _Cluster(
-        name=cluster.name,
-        hosts=cluster.hosts,
-        devices_per_host=cluster.devices_per_host,
-        device=_Device(
-            name=device.name,
-            platform=device.platform,
-            flops_per_second=dict(device.flops_per_second),
-            memory_bytes=device.memory_bytes,
-            memory_bytes_per_second=device.memory_bytes_per_second,
-            source=device.source,
-        ),
-        local_link=_from_link(cluster.local_link),
-        network_link=_from_link(cluster.network_link),
-        compute_shared_by=cluster.compute_shared_by,
-        notes=cluster.notes,
-    )
-    data = msgspec.json.encode(_File(format=_FILE_FORMAT, version=_FILE_VERSION, cluster=stored))
-    try:
-        write_atomically(path, msgspec.json.format(data, indent=2) + b"\n")
-    except OSError as error:
-        raise ClusterError(f"cannot write cluster file {path}: {error.strerror or error}; check the path") from error
-
-
-def _from_link(link: Link) -> _Link:
-    return _Link(
-        latency_seconds=link.latency_seconds,
-        bytes_per_second=link.bytes_per_second,
-        shared_by=link.shared_by,
-        source=link.source,
-    )
-
-
-def _to_cluster(path: Path, stored: _Cluster) -> Cluster:
-    fields = msgspec.structs.asdict(stored)
-    for name, kind in (("device", DeviceKind), ("local_link", Link), ("network_link", Link)):
-        fields[name] = _checked(f"{path}: $.cluster.{name}", kind, msgspec.structs.asdict(fields[name]))
-    return _checked(f"{path}: $.cluster", Cluster, fields)
-
-
-def _checked(where: str, make: Callable[..., _Made], fields: dict[str, object]) -> _Made:
-    """``make(**fields)``, with the place in the file put before what the dataclass finds wrong."""
-    try:
-        return make(**fields)
-    except ClusterError as error:
-        raise ClusterError(f"{where}: {error}") from error

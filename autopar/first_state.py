@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 from jax import tree_util
 
 from autopar import _compat
@@ -18,10 +17,9 @@ from autopar.cluster import Cluster
 from autopar.graph.build import build_graph
 from autopar.graph.roles import Role, Roles
 from autopar.graph.tracing import TracedProgram
-from autopar.homes import devices_of
+from autopar.homes import devices_here
 from autopar.inter_op.opened import LeafPieces, opened_initialiser
 from autopar.inter_op.stacks import Rows
-from autopar.inter_op.stages import subcluster
 from autopar.intra_op.initial import plan_initialiser
 from autopar.on_ray import fleet_of, step_on_ray
 from autopar.plan import Plan
@@ -65,7 +63,7 @@ def born_sharded(traced: TracedProgram, plan: Plan, cluster: Cluster, stage_of: 
     """What an initialiser returns, leaf k in the layout of the plan's input k; ``stage_of`` names the stages of a pipeline."""
     if cluster.runs_on is not None:
         fleet_of(cluster).worlds(
-            [devices_of(plan, number) for number in range(len(plan.stages))], cluster.device.platform
+            [plan.devices_of(number) for number in range(len(plan.stages))], cluster.device.platform
         )
     found: dict[int, Any] = {}
     for number in range(len(plan.stages)):
@@ -77,15 +75,13 @@ def born_sharded(traced: TracedProgram, plan: Plan, cluster: Cluster, stage_of: 
 
 
 def _born_on(traced: TracedProgram, positions: Sequence[int], plan: Plan, number: int, cluster: Cluster) -> list[Any]:
-    stage, numbers = plan.stages[number], devices_of(plan, number)
+    stage, numbers = plan.stages[number], plan.devices_of(number)
     subject = subject_of(traced, Roles((Role.HIDDEN,) * len(traced.in_keys), (), None), cluster.device.platform.value)
     layouts = tuple(plan.in_layouts[k] for k in positions)
-    program = plan_initialiser(subject.graph, stage.mesh, subcluster(cluster, numbers), layouts)
+    program = plan_initialiser(subject.graph, stage.mesh, cluster.part(numbers), layouts)
     if cluster.runs_on is not None:
         return step_on_ray(program, traced, frozenset(), cluster, devices=numbers)(list(traced.hidden))
-    devices = jax.devices()
-    here = [devices[k] for k in numbers] if max(numbers) < len(devices) else devices
-    return Executor(program, traced.in_avals, frozenset(), here)(list(traced.hidden))
+    return Executor(program, traced.in_avals, frozenset(), devices_here(numbers))(list(traced.hidden))
 
 
 def _only(traced: TracedProgram, positions: Sequence[int], *, with_effects: bool) -> TracedProgram:

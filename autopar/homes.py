@@ -24,7 +24,7 @@ def homes_of(avals: Sequence[Any], plan: Plan, cluster: Cluster, stage_of: Mappi
     wheres = []
     for position in range(len(avals)):
         stage = plan.stages[stage_of.get(position, 0)]
-        wheres.append(Where(stage.mesh, devices_of(plan, stage_of.get(position, 0)), plan.in_layouts[position]))
+        wheres.append(Where(stage.mesh, plan.devices_of(stage_of.get(position, 0)), plan.in_layouts[position]))
     if cluster.runs_on is None:
         return [
             ocp.ArrayRestoreArgs(
@@ -37,7 +37,7 @@ def homes_of(avals: Sequence[Any], plan: Plan, cluster: Cluster, stage_of: Mappi
             for aval, where in zip(avals, wheres, strict=True)
         ]
     fleet = fleet_of(cluster)
-    wanted = [devices_of(plan, number) for number in range(len(plan.stages))]
+    wanted = [plan.devices_of(number) for number in range(len(plan.stages))]
     worlds = dict(zip(wanted, fleet.worlds(wanted, cluster.device.platform), strict=True))
     return [
         Home(aval=aval, where=where, world=worlds[where.devices], numbers=fleet.numbers)
@@ -50,6 +50,7 @@ def pieced_home(homes: list[Any], pieces: LeafPieces, aval: Any) -> PiecedHome:
     return PiecedHome(aval=aval, dim=pieces.dim, homes=tuple(homes))
 
 
-def devices_of(plan: Plan, number: int) -> tuple[int, ...]:
-    """The cluster's devices of a stage."""
-    return plan.stages[number].devices or tuple(range(plan.num_devices))
+def devices_here(numbers: Sequence[int]) -> tuple[Any, ...]:
+    """This process's JAX devices of those numbers, or all of them where there are too few."""
+    devices = jax.devices()
+    return tuple(devices[k] for k in numbers) if max(numbers) < len(devices) else tuple(devices)

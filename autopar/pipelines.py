@@ -31,11 +31,12 @@ from autopar.graph.roles import Role
 from autopar.graph.wishes import Origin, wishes_of
 from autopar.inter_op.assemble import Assembled, assemble_plan, layouts_of_leaves
 from autopar.inter_op.crossings import boundaries
-from autopar.inter_op.dealing import check_homes, devices_at, homes_of, schedule_of, stages_per_mesh_of
+from autopar.inter_op.dealing import check_homes, homes_of, schedule_of, stages_per_mesh_of
 from autopar.inter_op.examples import CoupledBatchError
 from autopar.inter_op.layers import layers
 from autopar.inter_op.looped import Looped, looped
 from autopar.inter_op.pipeline_search import SCHEDULES, Wanted, search_pipelines
+from autopar.inter_op.sites import split_evenly
 from autopar.inter_op.stages import (
     Arrangement,
     PipelineFound,
@@ -53,10 +54,10 @@ from autopar.schedule.stage_program import Passing, StageProgram
 from autopar.subjects import Demands, Rewritings, Subjected, as_loop, cut_between_trips, layer_loops_of
 from autopar.user_shardings import UserDemands, UserShardings, user_demands, with_wishes
 
-MOST_DOUBLINGS = 6
-"""The planner itself cuts a batch into 2⁶ microbatches at most on one mesh."""
+MOST_MICROBATCHES = 64
+"""The planner itself cuts a batch into so many microbatches at most on one mesh."""
 
-MOST_DOUBLINGS_OF_PIPELINES = 10
+MOST_MICROBATCHES_OF_PIPELINES = 1024
 """The same for pipelines, whose stages keep the residuals of several microbatches."""
 
 WORTH_SHARE = 0.03
@@ -85,7 +86,7 @@ def plan_pipeline(
     """
     check_patterns(demands.constraints, subject.program.in_paths)
     has_layers = bool(layer_loops_of(subject))
-    if _leaves_layouts_open(subject, demands) and isinstance(demands.stages, int) and not has_layers:
+    if leaves_layouts_open(subject, demands) and isinstance(demands.stages, int) and not has_layers:
         wanted = Wanted(demands.stages, demands.schedule, stages_per_mesh=demands.stages_per_mesh)
         forms = Rewritings(subject, cluster.device.platform.value)
         if (chosen := _searched(forms, cluster, demands, wanted, report_progress)) is not None:
@@ -170,22 +171,22 @@ def may_be_pipeline(subject: Subjected, cluster: Cluster, demands: Demands, whol
     A pipeline idles; what it may save is communication, and work that is repeated to avoid it.  Devices that share their
     cores gain nothing by waiting for each other less, so on one host of them there is none to look for.
     """
-    is_free = demands.stages is None and _leaves_layouts_open(subject, demands)
+    is_free = demands.stages is None and leaves_layouts_open(subject, demands)
     if not is_free or cluster.is_distributed or cluster.num_devices == 1 or not subject.roles.leaves(Role.BATCH):
         return False
     if cluster.hosts == 1 and cluster.compute_shared_by > 1:
         return False
-    return whole is None or _useful_seconds(subject, cluster, whole) < (1 - WORTH_SHARE) * whole.step_seconds
+    return whole is None or useful_seconds(subject, cluster, whole) < (1 - WORTH_SHARE) * whole.step_seconds
 
 
-def _useful_seconds(subject: Subjected, cluster: Cluster, whole: Plan) -> float:
+def useful_seconds(subject: Subjected, cluster: Cluster, whole: Plan) -> float:
     """Seconds of a step in which no device communicates or repeats what another does as well."""
     total = sum(operator.flops * trips for operator, trips in subject.graph.all_operators())
-    done = whole.prediction.flops * cluster.num_devices
+    done = whole.prediction.flops * (len(whole.stages[0].devices) or cluster.num_devices)
     return whole.prediction.compute_seconds * (min(1.0, total / done) if done else 1.0)
 
 
-def _leaves_layouts_open(subject: Subjected, demands: Demands) -> bool:
+def leaves_layouts_open(subject: Subjected, demands: Demands) -> bool:
     """Whether neither the method nor the user says how arrays lie on which mesh."""
     return (
         method_of(demands.method).name == "auto"
@@ -235,7 +236,7 @@ def _searched(
         return known[count][1]
 
     asked = demands.num_microbatches
-    free = counts_of(subject.roles.batch_size, MOST_DOUBLINGS_OF_PIPELINES)
+    free = counts_of(subject.roles.batch_size, MOST_MICROBATCHES_OF_PIPELINES)
     counts = free if asked is None else [asked]
     try:
         try:
@@ -253,10 +254,19 @@ def _searched(
     return one, plan_of_pipeline(one, cluster, demands, found), None
 
 
-def counts_of(batch_size: int | None, most_doublings: int = MOST_DOUBLINGS) -> list[int]:
-    """Numbers of microbatches that the planner itself tries."""
-    counts = [1 << bit for bit in range(most_doublings + 1)]
-    return [count for count in counts if batch_size is not None and batch_size % count == 0] or [1]
+def counts_of(batch_size: int | None, most: int = MOST_MICROBATCHES) -> list[int]:
+    """Numbers of microbatches that the planner itself tries: each is the one before by the least factor of what is left."""
+    counts = [1]
+    left = batch_size or 1
+    while left > 1 and counts[-1] * (factor := _least_factor(left, most)) <= most:
+        counts.append(counts[-1] * factor)
+        left //= factor
+    return counts
+
+
+def _least_factor(number: int, most: int) -> int:
+    """The least that divides a number of two or more."""
+    return next(factor for factor in range(2, number + 1) if number % factor == 0 or factor > most)
 
 
 def opening_for(subject: Subjected, num_stages: int) -> Opening:
@@ -401,16 +411,16 @@ def _devices_of(homes: tuple[int, ...], cluster: Cluster, demands: Demands) -> t
         _check_devices(stages, cluster)
         check_homes(stages, homes)
         return stages
-    if isinstance(method_of(demands.method), InterOp) and stages is None:
-        return devices_at(homes, 1)
-    if cluster.num_devices % num_meshes:
+    meshes = split_evenly(num_meshes, cluster)
+    if meshes is None:
         dealt = "" if num_meshes == len(homes) else f", which share {num_meshes} meshes,"
         raise PlanError(
-            f"stages={stages}{dealt} does not divide the {cluster.num_devices} devices of {cluster.name}; give a number that "
-            "does, or the ids of each stage's devices, for example stages=[[0, 1], [2, 3]]"
+            f"stages={stages}{dealt} are more than the {cluster.num_devices} devices of {cluster.name}; ask for fewer, or "
+            "give the ids of each stage's devices, for example stages=[[0, 1], [2, 3]]"
         )
-    is_alone = isinstance(method_of(demands.method), InterOp)
-    return devices_at(homes, 1 if is_alone else cluster.num_devices // num_meshes)
+    if isinstance(method_of(demands.method), InterOp):
+        return tuple((home,) for home in homes)
+    return tuple(meshes[home] for home in homes)
 
 
 def _check_devices(stages: tuple[tuple[int, ...], ...], cluster: Cluster) -> None:
@@ -439,9 +449,7 @@ def _as_microbatches(
         subject = cut_between_trips(subject, opening, platform)
     if demands.num_microbatches is not None:
         return as_loop(subject, demands.terms(demands.num_microbatches), platform)
-    size, count = subject.roles.batch_size, 1
-    while size is not None and size % (2 * count) == 0 and 2 * count <= MICROBATCHES_PER_MESH * num_meshes:
-        count *= 2
+    count = max(n for n in counts_of(subject.roles.batch_size) if n <= MICROBATCHES_PER_MESH * num_meshes)
     try:
         return as_loop(subject, demands.terms(count), platform)
     except CoupledBatchError as error:

@@ -81,7 +81,7 @@ class Stage:
     copies: Mapping[int, Layout] = field(repr=False)
     strategies: Mapping[int, Strategy] = field(repr=False)
     devices: tuple[int, ...] = ()
-    """Of a pipeline: the cluster's devices, row-major on the mesh; empty: all, from 0 on.
+    """Of a pipeline, or where not all are in use: the cluster's devices, row-major on the mesh; empty: all, from 0 on.
 
     Stages on the same devices are on one mesh, which runs the parts of all of them.
     """
@@ -244,6 +244,10 @@ class Plan:
     def num_meshes(self) -> int:
         """How many meshes the stages lie on."""
         return len(set(self.meshes_of_stages))
+
+    def devices_of(self, number: int) -> tuple[int, ...]:
+        """The cluster's devices of a stage."""
+        return self.stages[number].devices or tuple(range(self.num_devices))
 
     @property
     def mesh(self) -> Mesh:

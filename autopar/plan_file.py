@@ -393,7 +393,7 @@ class _Reader:
         seen: dict[int, int] = {}
         for number, stage in enumerate(stages):
             place = f"$.plan.stages[{number}].devices"
-            if len(stage.devices) != (stage.mesh.size if len(stages) > 1 else 0):
+            if len(stage.devices) != stage.mesh.size and (stage.devices or len(stages) > 1):
                 raise self._error(
                     place, f"{len(stage.devices)} devices for mesh {stage.mesh} of one of {len(stages)} stages"
                 )
@@ -462,7 +462,7 @@ class _Reader:
         except ClusterError as error:
             raise self._error(f"{place}.mesh", str(error)) from error
         devices = self._stored.num_devices
-        if mesh.size > devices or (mesh.size != devices and len(self._stored.stages) == 1):
+        if mesh.size > devices or (mesh.size != devices and len(self._stored.stages) == 1 and not entry.devices):
             raise self._error(f"{place}.mesh", f"{mesh} has {mesh.size} devices, and $.plan.num_devices is {devices}")
         return Stage(
             mesh,

@@ -30,6 +30,7 @@ from autopar.graph.wishes import Origin
 from autopar.inter_op.examples import CoupledBatchError
 from autopar.inter_op.looped import looped
 from autopar.inter_op.rescaled import Rescaling
+from autopar.inter_op.sites import fewer_devices
 from autopar.intra_op.restrict import Restriction
 from autopar.intra_op.search import HOPELESS, LARGE_OPERATORS, WORTH_SHARE, Found, Task, may_cost_less, search
 from autopar.likeness import as_there
@@ -37,9 +38,11 @@ from autopar.methods import HAND_MADE, IntraOp, Subject, mesh_of, method_of
 from autopar.pipelines import (
     best_pipeline,
     counts_of,
+    leaves_layouts_open,
     may_be_pipeline,
     plan_pipeline,
     plan_pipeline_like,
+    useful_seconds,
     wants_pipeline,
 )
 from autopar.plan import Plan
@@ -100,7 +103,11 @@ def make_plan(
     if demands.like is not None:
         if demands.like.plan.is_pipeline:
             return plan_pipeline_like(demands.like, subject, cluster, demands, report_progress)
+        devices = demands.like.plan.stages[0].devices
         demands = replace(demands, mesh_shape=as_there(demands.like, subject.program).mesh_shape)
+        if devices:
+            alone = _Planner(subject, cluster.part(devices), demands, report_progress).on_one_mesh()
+            return _on_devices(alone, devices, cluster)
     if wants_pipeline(demands):
         return plan_pipeline(subject, cluster, demands, report_progress)
     planner = _Planner(subject, cluster, demands, report_progress)
@@ -119,6 +126,8 @@ def make_plan(
         whole: tuple[Subjected, Plan, Found] | None = planner.on_one_mesh()
     except BudgetError as error:
         whole, refusal = None, error
+    if whole is not None:
+        whole = planner.or_on_fewer(whole)
     found = planner.or_pipeline(whole)
     if found is None:
         assert refusal is not None
@@ -180,6 +189,24 @@ class _Planner:
                 if search.is_coupled or not search.try_count(count):
                     break
         return self._or_by_hand(search.result())
+
+    def or_on_fewer(self, whole: tuple[Subjected, Plan, Found]) -> tuple[Subjected, Plan, Found]:
+        """The plan on all devices, or one on fewer of them where arrays are cut by their number and by that of all are not."""
+        subject, cluster, demands = self.subject, self.cluster, self.demands
+        if cluster.is_distributed or demands.like is not None or not leaves_layouts_open(subject, demands):
+            return whole
+        best = whole
+        for devices in fewer_devices(cluster, subject.roles.batch_size):
+            if useful_seconds(subject, cluster, whole[1]) * cluster.num_devices >= len(devices) * best[1].step_seconds:
+                continue  # so few would take longer even if they did nothing but what is of use
+            part = cluster.part(devices)
+            try:
+                rival = _Planner(subject, part, demands, self._report_progress, self._forms).on_one_mesh()
+            except BudgetError:
+                continue
+            if rival[1].step_seconds < best[1].step_seconds:
+                best = _on_devices(rival, devices, cluster)
+        return best
 
     def _or_by_hand(self, free: tuple[Subjected, Plan, Found]) -> tuple[Subjected, Plan, Found]:
         """What an expert would write by hand, where that is predicted to be faster; else what was found freely.
@@ -269,6 +296,15 @@ class _Planner:
             report_progress=self._report_progress,
             separate=frozenset(wish.value for wish in user.wishes if wish.origin is Origin.CODE),
         )
+
+
+def _on_devices(
+    found: tuple[Subjected, Plan, Found], devices: tuple[int, ...], cluster: Cluster
+) -> tuple[Subjected, Plan, Found]:
+    """What was planned on some of a cluster's devices alone, as a plan on the cluster."""
+    subject, plan, records = found
+    stages = (replace(plan.stages[0], devices=devices),)
+    return subject, replace(plan, cluster=cluster.name, num_devices=cluster.num_devices, stages=stages), records
 
 
 def _hopeful(counts: list[int], subject: Subjected, cluster: Cluster, demands: Demands) -> list[int]:

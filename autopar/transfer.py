@@ -46,7 +46,7 @@ def adapt_stage(plan: Plan, subject: Subjected, cluster: Cluster, demands: Deman
         plan,
         fingerprint=subject.fingerprint,
         out_layouts=layouts,
-        prediction=predict(program, fusion, cluster, memory),
+        prediction=predict(program, fusion, cluster.part(plan.devices_of(0)), memory),
     )
 
 

@@ -61,7 +61,7 @@ def verify_plan(  # noqa: PLR0913 - the options of a user, each by its name
             "stages="
         )
     compiled = parallel.compile(*args, cluster=cluster, compiler=compiler, **kwargs)
-    read, notes = _read(compiled, cluster, compiler)
+    read, notes = _read(compiled, cluster.part(plan.devices_of(0)), compiler)
     name = getattr(step, "__name__", type(step).__name__)
     return held_against(plan, read, name, tolerances, notes)
 

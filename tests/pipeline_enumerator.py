@@ -3,7 +3,8 @@
 Nothing of the search is imported.  For every number of microbatches N that a case allows, a pipeline is
 
     a grouping     of the layers 1 … L into S consecutive stages, all of them
-    devices        the cluster's ids 0 … D−1 in as many consecutive runs: 2ᵏ devices of one host, or whole hosts
+    devices        the cluster's ids 0 … D−1 in as many consecutive runs: devices of one host (2ᵏ where it has a power of two),
+                   or whole hosts; unless both are powers of two, the last devices of hosts, and the last hosts, may be idle
     mesh shapes    one for each stage, out of all logical shapes of its run
     a schedule     all of them for S > 1; the interleaved one for stages that are dealt round meshes of one size
 
@@ -124,33 +125,36 @@ def _candidates(case: Case, count: int, boundaries: tuple[int, ...]) -> Iterator
 
 def _dealt(case: Case, count: int, cuts: tuple[int, ...]) -> Iterator[Candidate]:
     """All ways to deal the stages round meshes of one size, each mesh in every shape."""
-    stages, total = len(cuts) + 1, case.cluster.num_devices
-    for number in range(2, stages):
-        if stages % number or total % number:
+    stages = len(cuts) + 1
+    for number, runs in ((n, runs) for n in range(2, stages) for runs in device_runs(case.cluster, n)):
+        if stages % number or len(set(map(len, runs))) > 1:
             continue
-        size = total // number
-        runs = [tuple(range(start, start + size)) for start in range(0, total, size)]
         shapes = [_part(case.cluster, run).logical_mesh_shapes(MAX_AXES) for run in runs]
         for meshes in itertools.product(*shapes):
-            devices, dealt = tuple(runs * (stages // number)), meshes * (stages // number)
+            devices, dealt = runs * (stages // number), meshes * (stages // number)
             yield Candidate(count, cuts, devices, dealt, Schedule.INTERLEAVED_ONE_F_ONE_B)
 
 
 def device_runs(cluster: Cluster, number: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """All ways to take a cluster apart into so many consecutive runs of 2ᵏ devices of a host, or of whole hosts."""
-    per_host = cluster.devices_per_host
+    """All ways to take a cluster apart into so many consecutive runs of devices (see the module docstring)."""
+    per_host, total = cluster.devices_per_host, cluster.num_devices
+    halves_only = per_host in (1, 2, 4, 8)
+    may_idle = not (halves_only and cluster.hosts in (1, 2, 4, 8))
 
     def runs_from(start: int, left: int) -> Iterator[tuple[tuple[int, ...], ...]]:
         if left == 0:
-            if start == cluster.num_devices:
+            if start == total or may_idle:
                 yield ()
             return
-        for stop in range(start + 1, cluster.num_devices + 1):
+        for stop in range(start + 1, total + 1):
             size = stop - start
-            in_host = start // per_host == (stop - 1) // per_host and size & (size - 1) == 0
+            in_host = start // per_host == (stop - 1) // per_host and (size in (1, 2, 4, 8) or not halves_only)
             if in_host or (start % per_host == 0 and size % per_host == 0):
-                for rest in runs_from(stop, left - 1):
-                    yield (tuple(range(start, stop)), *rest)
+                next_host = -(-stop // per_host) * per_host
+                for begin in {stop, next_host} if may_idle else {stop}:
+                    for rest in runs_from(begin, left - 1):
+                        if rest or begin == stop:
+                            yield (tuple(range(start, stop)), *rest)
 
     return runs_from(0, number)
 
@@ -314,7 +318,7 @@ SLOW, MIDDLE, FAST = 3e5, 3e6, 1e9
 
 
 def cases() -> tuple[Case, ...]:
-    """Small steps on small clusters: links slow and fast, layers alike and not, with and without a budget."""
+    """Small steps on small clusters: links slow and fast, layers alike and not, odd numbers of devices, a budget or none."""
     even, tapered = (64, 64, 64, 64, 64), (128, 64, 64, 32, 16)
     four = (0, 1, 2, 3)
     block = PRODUCTS_OF_A_BLOCK
@@ -339,6 +343,12 @@ def cases() -> tuple[Case, ...]:
                 (4,),
             ),
         ]
+    for number in (5, 6):
+        cluster = cluster_of(1, number, network=SLOW, local=SLOW)
+        found.append(Case(f"three layers on {number}", lambda: mlp((64, 64, 64, 32), 30), (0, 1, 2), cluster, (2,)))
+    for hosts, per_host in ((1, 3), (3, 1), (1, 5), (5, 1), (1, 6), (2, 3), (3, 2)):
+        cluster = cluster_of(hosts, per_host, network=SLOW, local=MIDDLE)
+        found.append(Case(f"{hosts} × {per_host} devices", lambda: mlp(even, 32), four, cluster, (1, 4)))
     slow = cluster_of(2, 2, network=SLOW)
     for budget in (100_000, 120_000, 160_000):
         found.append(Case(f"budget {budget}", lambda: mlp(even, 64), four, slow, (1, 2, 4), budget))

@@ -433,8 +433,8 @@ def test_the_steps_of_a_loop_over_microbatches_are_sound() -> None:
     ("options", "message"),
     [
         (
-            {"stages": 3, "method": "zero2"},
-            r"stages=3 does not divide the 8 devices of slow devices; give a number that does",
+            {"stages": 9, "method": "zero2"},
+            r"stages=9 are more than the 8 devices of slow devices; ask for fewer",
         ),
         ({"stages": 0}, r"stages=0 is no number of stages"),
         ({"stages": "two"}, r"stages='two' is no number of stages and no list of device ids"),

@@ -25,7 +25,7 @@ ALIKE_SHARE = 0.95
 
 CASES = {case.name: case for case in cases()}
 SLOW, FAST, BUDGET = "two hosts of one, slow", "two hosts of one, fast", "budget 120000"
-DEFAULT = (SLOW, FAST, BUDGET)
+DEFAULT = (SLOW, FAST, BUDGET, "1 × 3 devices", "3 × 1 devices", "three layers on 5", "three layers on 6")
 
 
 @cache
@@ -41,7 +41,9 @@ def referee(name: str) -> Best:
         (2, 2, 3, {(2, 1, 1), (1, 1, 2)}),
         (2, 2, 4, {(1, 1, 1, 1)}),
         (1, 4, 3, {(1, 1, 2), (1, 2, 1), (2, 1, 1)}),
-        (3, 2, 2, {(2, 4), (4, 2)}),
+        (1, 3, 2, {(1, 1), (1, 2), (2, 1)}),
+        (1, 5, 1, {(1,), (2,), (3,), (4,), (5,)}),
+        (1, 5, 4, {(1, 1, 1, 1), (1, 1, 1, 2), (1, 1, 2, 1), (1, 2, 1, 1), (2, 1, 1, 1)}),
     ],
 )
 def test_devices_are_taken_apart_in_all_ways(
@@ -51,7 +53,15 @@ def test_devices_are_taken_apart_in_all_ways(
     assert {tuple(map(len, runs)) for runs in found} == expected
     assert len(found) == len(expected)
     for runs in found:
-        assert [device for run in runs for device in run] == list(range(hosts * devices_per_host))
+        devices = [device for run in runs for device in run]
+        assert devices == list(range(len(devices)))
+        assert len(devices) == hosts * devices_per_host or devices_per_host in (3, 5)
+
+
+def test_devices_at_the_end_of_hosts_may_be_idle() -> None:
+    found = set(device_runs(cluster_of(2, 3, network=1e9), 2))
+    assert ((0, 1, 2), (3, 4, 5)) in found and ((0, 1), (3, 4)) in found and ((0,), (1, 2)) in found
+    assert ((0, 1), (2, 3)) not in found and len(found) == 3 + 9
 
 
 def test_pipelines_win_where_the_network_is_slow_and_only_there() -> None:

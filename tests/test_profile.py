@@ -32,7 +32,7 @@ from autopar.cost_model.reshard import (
 from autopar.cost_model.roofline import operator_seconds
 from autopar.errors import ClusterError
 from autopar.inter_op.layers import layers
-from autopar.inter_op.stages import Arrangement, StagePlanner, subcluster
+from autopar.inter_op.stages import Arrangement, StagePlanner
 from autopar.measure import Effort, _Bench, measure
 from autopar.measured_operations import OPERATIONS, Operation
 from autopar.pipelines import loop_of, pipeline_task
@@ -269,12 +269,12 @@ def test_dispatch_out_of_range_is_refused(changes: dict[str, float]) -> None:
 def test_a_stage_is_priced_by_what_was_measured_on_its_machine() -> None:
     cluster = Cluster.local(profile=profile_of(dispatch=DISPATCH))
     for size in (1, 2, 4):
-        part = subcluster(cluster, range(size))
+        part = cluster.part(range(size))
         assert part.profile is not None and part.profile.num_devices == size
         assert {one.group_size for one in part.profile.collectives} == {n for n in (2, 4) if n <= size}
         seconds = operator_seconds(1e9, 1e6, "float32", part, "dot_general")
         assert seconds == operator_seconds(1e9, 1e6, "float32", cluster, "dot_general")
-    assert subcluster(cluster, range(8)).profile is cluster.profile
+    assert cluster.part(range(8)).profile is cluster.profile
 
 
 def test_idle_neighbours_make_a_mesh_as_much_faster_as_was_measured() -> None:

@@ -108,6 +108,11 @@ class _Case:
     said: tuple[dict[int, str], tuple[str, ...]] = ({}, ())
     """What the user has demanded of inputs, by position, and notes on what was not kept of it."""
 
+    @property
+    def place(self) -> Cluster:
+        """The devices of a plan on one mesh as a cluster of their own: it may leave others idle."""
+        return self.cluster.part(self.plan.devices_of(0))
+
 
 def explain(
     train_step: Step, *args: Any, cluster: Cluster | None = None, method: Any = None, **kwargs: Any
@@ -167,7 +172,7 @@ def _pipeline_explanation(case: _Case) -> PipelineExplanation:
     return PipelineExplanation(
         function=case.step.__name__,
         cluster=case.cluster.name,
-        hardware=_hardware(case.cluster),
+        hardware=_hardware(case.cluster, plan),
         num_devices=plan.num_devices,
         method=plan.method,
         verdict=pipeline_verdict(plan, stages, account.simulation.step_seconds, single, budget),
@@ -214,7 +219,7 @@ def _explanation(case: _Case) -> Explanation:
     plan, subject, prediction = case.plan, case.subject, case.plan.prediction
     program = lower(subject.graph, plan.stages[0], plan.out_layouts)
     fusion = fuse(subject.graph)
-    operators = operator_uses(program, fusion, case.cluster)
+    operators = operator_uses(program, fusion, case.place)
     leaves = leaves_of(subject, program, plan.stages[0])
     groups = parameter_groups(leaves)
     whys: tuple[Why, ...] = ()
@@ -226,7 +231,7 @@ def _explanation(case: _Case) -> Explanation:
     return Explanation(
         function=case.step.__name__,
         cluster=case.cluster.name,
-        hardware=_hardware(case.cluster),
+        hardware=_hardware(case.cluster, plan),
         num_devices=plan.num_devices,
         mesh=plan.mesh,
         method=plan.method,
@@ -251,7 +256,7 @@ def _whys(case: _Case, found: Found, leaves: Sequence[Leaf], groups: Sequence[tu
     """Answers for the groups in their order; parameters are asked about first, for time may run out."""
     order = sorted(range(len(groups)), key=lambda number: leaves[groups[number][0]].kind is not LeafKind.PARAMETER)
     asked = [groups[number] for number in order]
-    answers = dict(zip(order, case.step.runner_ups(case.subject, found, case.cluster, asked), strict=True))
+    answers = dict(zip(order, case.step.runner_ups(case.subject, found, case.place, asked), strict=True))
     return tuple(answers[number] for number in range(len(groups)))
 
 
@@ -269,12 +274,14 @@ def _is_of_other_sizes(case: _Case) -> bool:
     return ours != theirs
 
 
-def _hardware(cluster: Cluster) -> str:
+def _hardware(cluster: Cluster, plan: Plan) -> str:
     hosts = f"{cluster.hosts} host{'s' if cluster.hosts > 1 else ''} × {cluster.devices_per_host}"
     shared = (
         f", {cluster.compute_shared_by} of them sharing one device's compute" if cluster.compute_shared_by > 1 else ""
     )
-    return f"{hosts} {cluster.device.name}{shared}"
+    used = len({device for number in range(len(plan.stages)) for device in plan.devices_of(number)})
+    idle = f", {used} of {cluster.num_devices} in use" if used < cluster.num_devices else ""
+    return f"{hosts} {cluster.device.name}{shared}{idle}"
 
 
 def _time(prediction: Prediction) -> Time:

@@ -14,7 +14,6 @@ from autopar.graph.ir import Operator
 from autopar.inter_op.assemble import Assembled
 from autopar.inter_op.looped import Looped
 from autopar.inter_op.placing import forward_operators
-from autopar.inter_op.stages import subcluster
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,7 @@ def account_of(whole: Assembled, loop: Looped, cuts: Sequence[int], cluster: Clu
     """Price and simulate an assembled pipeline, of which ``cuts`` are those of its plan."""
     pipeline = whole.pipeline
     costs = tuple(
-        stage_cost(lowering, fuse(lowering.graph), subcluster(cluster, lowering.stage.devices))
-        for lowering in pipeline.stages
+        stage_cost(lowering, fuse(lowering.graph), cluster.part(lowering.stage.devices)) for lowering in pipeline.stages
     )
     operators = forward_operators(loop)
     forward = tuple(operators[start:end] for start, end in pairwise((0, *cuts, len(operators))))

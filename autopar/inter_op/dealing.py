@@ -44,22 +44,19 @@ def schedule_of(plan: Plan, num_microbatches: int) -> Schedule | OrderFunction:
 
 
 def stages_per_mesh_of(num_stages: int, cluster: Cluster) -> int:
-    """The fewest stages, but two, that may be dealt to each of several meshes of one size.
+    """The fewest stages, but two, that may be dealt to each of several meshes: of one size, if that is possible.
 
     Raises :class:`~autopar.errors.PlanError` where there is no such number.
     """
-    for number in range(2, num_stages // 2 + 1):
-        if num_stages % number == 0 and cluster.num_devices % (num_stages // number) == 0:
-            return number
+    numbers = [number for number in range(2, num_stages // 2 + 1) if num_stages % number == 0]
+    even = (number for number in numbers if cluster.num_devices % (num_stages // number) == 0)
+    uneven = (number for number in numbers if num_stages // number <= cluster.num_devices)
+    if (found := next(even, None) or next(uneven, None)) is not None:
+        return found
     raise PlanError(
         f"stages={num_stages} cannot be dealt round: as many stages, two or more, must come to each of two meshes or more, "
-        f"whose number divides the {cluster.num_devices} devices of {cluster.name}; stages=4 is the least"
+        f"and {cluster.name} has {cluster.num_devices} devices; stages=4 is the least"
     )
-
-
-def devices_at(homes: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
-    """The devices of every stage, if each mesh has so many, in order."""
-    return tuple(tuple(range(home * size, (home + 1) * size)) for home in homes)
 
 
 def check_homes(devices: Sequence[tuple[int, ...]], homes: Sequence[int]) -> None:

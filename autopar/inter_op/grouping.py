@@ -11,8 +11,9 @@ to large, and for each guess
 
     g(p, i, d) = min { t(i, j, n) + c(j) + g(p − 1, j, d + n) : t + u/N ≤ guess }
 
-is the best for the layers from i and the devices from d in p stages.  A stage has a slice of a host (a power of two) or whole
-hosts; d says where a host ends.  O(guesses · S · D · n · L²), vectorised over L².
+is the best for the layers from i and the devices from d in p stages.  A stage has a slice of a host or whole hosts; d says
+where a host ends, and which devices may be left idle there (:mod:`autopar.inter_op.sites`).  O(guesses · S · D · n · L²),
+vectorised over L².
 
 Where stages share meshes, all of one size, stages are made as even as layers allow: the slowest is to be fastest.  With
 T_r = Σ (t + u/N) over the stages of mesh r, their bound and what they take if all messages are hidden are
@@ -24,15 +25,16 @@ T_r = Σ (t + u/N) over the stages of mesh r, their bound and what they take if 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from autopar.cluster import Cluster
-from autopar.inter_op.dealing import devices_at
 from autopar.inter_op.layer_costs import LayerCosts
+from autopar.inter_op.sites import ends_before, fits_hosts, last_ends
 
 GUESSES = 24
 """So many values of the slowest stage's seconds are tried for each number of microbatches."""
@@ -40,7 +42,7 @@ GUESSES = 24
 
 @dataclass(frozen=True)
 class Grouping:
-    """Stages as runs of layers and of devices: ``ends`` are the layers at which stages end, ``sizes`` their devices.
+    """Stages as runs of layers and of devices: ``ends`` are the layers at which stages end, ``devices`` the ids of each one's.
 
     ``bound_seconds`` is the estimate of a step, and ``least_seconds`` what it takes at least (see the module docstring).
     ``homes``, where stages share meshes, are the mesh of every stage; then all have the same size.
@@ -48,21 +50,10 @@ class Grouping:
 
     count: int
     ends: tuple[int, ...]
-    sizes: tuple[int, ...]
+    devices: tuple[tuple[int, ...], ...]
     bound_seconds: float
     least_seconds: float = 0.0
     homes: tuple[int, ...] | None = None
-
-    @property
-    def devices(self) -> tuple[tuple[int, ...], ...]:
-        """The device ids of every stage."""
-        if self.homes is not None:
-            return devices_at(self.homes, self.sizes[0])
-        found, start = [], 0
-        for size in self.sizes:
-            found.append(tuple(range(start, start + size)))
-            start += size
-        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -81,22 +72,6 @@ class Estimates:
         return len(self.crossing_bytes) - 1
 
 
-def stage_sizes(cluster: Cluster) -> list[int]:
-    """How many devices a stage may have, less than all: slices of a host by powers of two, and whole hosts."""
-    sizes = [1 << bit for bit in range(cluster.devices_per_host.bit_length()) if 1 << bit <= cluster.devices_per_host]
-    sizes = [size for size in sizes if cluster.devices_per_host % size == 0]
-    hosts = [cluster.devices_per_host << bit for bit in range(cluster.hosts.bit_length())]
-    return sorted({size for size in (*sizes, *hosts) if size < cluster.num_devices})
-
-
-def fits_hosts(start: int, size: int, cluster: Cluster) -> bool:
-    """Whether devices from ``start`` on lie in one host, or are whole hosts."""
-    per_host = cluster.devices_per_host
-    if size <= per_host:
-        return start % per_host + size <= per_host
-    return start % per_host == 0 and size % per_host == 0
-
-
 def best_groupings(estimates: Estimates, count: int) -> list[Grouping]:
     """For each number of stages (2 or more) the best grouping that fits, if there is one; the best first."""
     tables = _Tables(estimates, count)
@@ -105,19 +80,38 @@ def best_groupings(estimates: Estimates, count: int) -> list[Grouping]:
         waiting = (count - 1) * guess
         if best and waiting > 2 * min(one.bound_seconds for one in best.values()):
             break
-        for stages, (seconds, ends, sizes) in enumerate(tables.solve(guess), start=1):
+        for stages, (seconds, ends, devices) in enumerate(tables.solve(guess), start=1):
             total = seconds + waiting
             if stages > 1 and np.isfinite(total) and total < best.get(stages, _NONE).bound_seconds:
-                best[stages] = Grouping(count, ends, sizes, float(total))
+                best[stages] = Grouping(count, ends, devices, float(total))
     return sorted(best.values(), key=lambda one: one.bound_seconds)
 
 
-def shared_grouping(estimates: Estimates, count: int, homes: tuple[int, ...], size: int) -> Grouping | None:
-    """The grouping of stages at given homes, each mesh of so many devices, whose slowest stage is fastest.
+def given_grouping(
+    estimates: Estimates, count: int, ends: tuple[int, ...], devices: tuple[tuple[int, ...], ...]
+) -> Grouping | None:
+    """The grouping of given stages with its bound; None where a stage exceeds the budget."""
+    tables = _Tables(estimates, count)
+    runs = list(zip(pairwise((0, *ends)), map(len, devices), strict=True))
+    for behind, ((start, end), size) in enumerate(reversed(runs), start=1):
+        if not tables.fits(size, behind)[start, end]:
+            return None
+    seconds = [float(tables.seconds[size][run]) for run, size in runs]
+    crossing = sum(
+        float(tables.crossing_seconds(source, target)[end])
+        for (source, target), end in zip(pairwise(devices), ends, strict=False)
+    )
+    return Grouping(count, ends, devices, sum(seconds) + crossing + (count - 1) * max(seconds))
+
+
+def shared_grouping(
+    estimates: Estimates, count: int, homes: tuple[int, ...], meshes: Sequence[tuple[int, ...]]
+) -> Grouping | None:
+    """The grouping of stages at given homes, each on the devices of one of the meshes, whose slowest stage is fastest.
 
     None where there are too few layers, or where state and the residuals of a microbatch on each stage exceed the budget.
     """
-    tables, stages = _Tables(estimates, count), len(homes)
+    tables, stages, size = _Tables(estimates, count), len(homes), len(meshes[0])
     if stages > tables.num_layers or size not in tables.seconds:
         return None
     seconds, once = tables.seconds[size], tables.once[size]
@@ -131,7 +125,7 @@ def shared_grouping(estimates: Estimates, count: int, homes: tuple[int, ...], si
     if on_mesh[2].max() > estimates.budget_bytes:
         return None
     crossing = sum(
-        tables.crossing_seconds(max(homes[at], homes[at + 1]) * size, size)[end]
+        tables.crossing_seconds(*sorted((meshes[homes[at]], meshes[homes[at + 1]])))[end]
         for at, end in enumerate(ends[:-1])
         if homes[at] != homes[at + 1]
     )
@@ -139,7 +133,8 @@ def shared_grouping(estimates: Estimates, count: int, homes: tuple[int, ...], si
     slowest = float(on_mesh[0].max())
     bound = float(fill + (count - 1) * slowest + on_mesh[1].max())
     waiting = max(homes) * min(float(seconds[start, end] - once[start, end] / count) for start, end in runs)
-    return Grouping(count, ends, (size,) * stages, bound, count * slowest + waiting, homes)
+    devices = tuple(meshes[home] for home in homes)
+    return Grouping(count, ends, devices, bound, count * slowest + waiting, homes)
 
 
 def _even_ends(seconds: np.ndarray, stages: int) -> tuple[int, ...]:
@@ -188,68 +183,87 @@ class _Tables:
             values = values[np.unique(np.geomspace(1, len(values), GUESSES).astype(int) - 1)]
         yield from map(float, values)
 
-    def crossing_seconds(self, device: int, size: int) -> np.ndarray:
-        """Of what crosses before each layer to a stage on ``size`` devices from ``device`` on."""
-        cluster = self._estimates.cluster
-        if device % cluster.devices_per_host == 0:
+    def crossing_seconds(self, source: Sequence[int], target: Sequence[int]) -> np.ndarray:
+        """Of what crosses before each layer from the devices of one stage to those of the next."""
+        cluster, size = self._estimates.cluster, len(source)
+        if source[-1] // cluster.devices_per_host != target[0] // cluster.devices_per_host:
             link, ways = cluster.network_link, max(1, size // cluster.devices_per_host)
         else:
             link, ways = cluster.local_link, size
         return 2 * link.latency_seconds + self._bytes / (link.bytes_per_second * ways)
 
-    def solve(self, guess: float) -> list[tuple[float, tuple[int, ...], tuple[int, ...]]]:
-        """For each number of stages: seconds, ends, sizes of the best grouping whose stages take at most ``guess``."""
+    def solve(self, guess: float) -> list[tuple[float, tuple[int, ...], tuple[tuple[int, ...], ...]]]:
+        """For each number of stages: seconds, ends, devices of the best grouping whose stages take at most ``guess``."""
         cluster, layers = self._estimates.cluster, self.num_layers
-        total = cluster.num_devices
-        known: dict[int, np.ndarray] = {total: np.where(np.arange(layers + 1) == layers, 0.0, np.inf)}
-        choice: list[dict[int, tuple[np.ndarray, np.ndarray]]] = []
-        found: list[tuple[float, tuple[int, ...], tuple[int, ...]]] = []
+        done = np.where(np.arange(layers + 1) == layers, 0.0, np.inf)
+        before = {end: [(end, done)] for end in last_ends(cluster)}
+        choice: list[dict[int, _Choice]] = []
+        found: list[tuple[float, tuple[int, ...], tuple[tuple[int, ...], ...]]] = []
         for last in range(1, self._estimates.most_stages + 1):
             allowed = {size: self._allowed(size, last, guess) for size in self.seconds}
-            fresh: dict[int, np.ndarray] = {}
-            picked: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-            for end, rest in known.items():
-                for size, seconds in allowed.items():
+            picked: dict[int, _Choice] = {}
+            for end, following in before.items():
+                for (next_start, rest), (size, seconds) in itertools.product(following, allowed.items()):
                     start = end - size
                     if start < 0 or not fits_hosts(start, size, cluster):
                         continue
-                    after = rest if end == total else rest + self.crossing_seconds(end, size)
-                    sums = seconds + after[None, :]
-                    to = sums.argmin(axis=1)
-                    cost = sums[np.arange(layers + 1), to]
-                    if start not in fresh:
-                        fresh[start] = np.full(layers + 1, np.inf)
-                        picked[start] = (np.zeros(layers + 1, int), np.zeros(layers + 1, int))
-                    better = cost < fresh[start]
-                    fresh[start] = np.where(better, cost, fresh[start])
-                    picked[start][0][better] = to[better]
-                    picked[start][1][better] = size
+                    after = rest if last == 1 else rest + self._passage(start, end, next_start)
+                    if start not in picked:
+                        picked[start] = _Choice(layers)
+                    picked[start].offer(seconds + after[None, :], size, next_start)
             choice.append(picked)
-            known = fresh
-            total_seconds = float(fresh[0][0]) if 0 in fresh else float("inf")
-            ends, sizes = _read_back(choice, last) if np.isfinite(total_seconds) else ((), ())
-            found.append((total_seconds, ends, sizes))
+            before = {}
+            for start, best in picked.items():
+                for end in ends_before(start, cluster):
+                    before.setdefault(end, []).append((start, best.seconds))
+            total_seconds = float(picked[0].seconds[0]) if 0 in picked else float("inf")
+            ends, devices = _read_back(choice, last) if np.isfinite(total_seconds) else ((), ())
+            found.append((total_seconds, ends, devices))
         return found
 
+    def _passage(self, start: int, end: int, next_start: int) -> np.ndarray:
+        return self.crossing_seconds(range(start, end), (next_start,))
+
     def _allowed(self, size: int, from_end: int, guess: float) -> np.ndarray:
+        is_fast = self.seconds[size] <= guess * (1 + 1e-9)
+        return np.where(is_fast & self.fits(size, from_end), self.seconds[size], np.inf)
+
+    def fits(self, size: int, from_end: int) -> np.ndarray:
+        """Of which runs a stage, so many from the last, keeps the budget."""
         in_flight = min(self._count, from_end)
-        bytes_held = self.state[size] + in_flight * self.residual[size]
-        fits = (self.seconds[size] <= guess * (1 + 1e-9)) & (bytes_held <= self._estimates.budget_bytes)
-        return np.where(fits, self.seconds[size], np.inf)
+        held: np.ndarray = self.state[size] + in_flight * self.residual[size] <= self._estimates.budget_bytes
+        return held
+
+
+class _Choice:
+    """Owns, for every first layer of a stage that begins at one device, the best of what was offered so far."""
+
+    def __init__(self, layers: int) -> None:
+        self.seconds = np.full(layers + 1, np.inf)
+        self.end, self.size, self.next_start = (np.zeros(layers + 1, int) for _ in range(3))
+
+    def offer(self, sums: np.ndarray, size: int, next_start: int) -> None:
+        """``sums[i, j]`` are the seconds from layer i on if the stage ends before layer j and has so many devices."""
+        end = sums.argmin(axis=1)
+        seconds = sums[np.arange(len(end)), end]
+        better = seconds < self.seconds
+        self.seconds = np.where(better, seconds, self.seconds)
+        self.end[better], self.size[better], self.next_start[better] = end[better], size, next_start
 
 
 def _read_back(
-    choice: list[dict[int, tuple[np.ndarray, np.ndarray]]], stages: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    layer, device = 0, 0
+    choice: Sequence[Mapping[int, _Choice]], stages: int
+) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Ends and devices of so many stages, the first of which begins with the first layer and the first device."""
+    layer, start = 0, 0
     ends: list[int] = []
-    sizes: list[int] = []
+    devices: list[tuple[int, ...]] = []
     for number in range(stages - 1, -1, -1):
-        to, size = choice[number][device]
-        layer, device = int(to[layer]), device + int(size[layer])
+        best = choice[number][start]
+        devices.append(tuple(range(start, start + int(best.size[layer]))))
+        layer, start = int(best.end[layer]), int(best.next_start[layer])
         ends.append(layer)
-        sizes.append(device - sum(sizes))
-    return tuple(ends), tuple(sizes)
+    return tuple(ends), tuple(devices)
 
 
 def _runs(each: np.ndarray) -> np.ndarray:

@@ -23,13 +23,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from autopar.cluster import Cluster
 from autopar.errors import BudgetError, ScheduleError
 from autopar.graph.rules import Rulebook
 from autopar.inter_op.dealing import dealt_homes, homes_of
-from autopar.inter_op.grouping import Estimates, Grouping, best_groupings, shared_grouping, stage_sizes
+from autopar.inter_op.grouping import Estimates, Grouping, best_groupings, given_grouping, shared_grouping
 from autopar.inter_op.layer_costs import LayerCosts, LayerMap, layer_costs, layer_map
 from autopar.inter_op.layers import layers
 from autopar.inter_op.looped import Looped
+from autopar.inter_op.moves import near
+from autopar.inter_op.sites import largest_packed, may_idle, placed, stage_sizes
 from autopar.inter_op.stages import (
     FIRST_PRICE_SHARE,
     LARGE_OPERATORS,
@@ -40,7 +43,6 @@ from autopar.inter_op.stages import (
     PipelineFound,
     PipelineTask,
     StagePlanner,
-    subcluster,
     whole_on,
 )
 from autopar.plan import Schedule
@@ -158,7 +160,7 @@ class _Search:
         self._at_least = at_least
         self._best: PipelineFound | None = None
         self._grouping: Grouping | None = None
-        self._planned: set[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]] = set()
+        self._planned: set[tuple[int, tuple[int, ...], tuple[tuple[int, ...], ...], tuple[int, ...] | None]] = set()
         self._estimates: Estimates | None = None
         self._fastest: list[PipelineFound] = []
         self._known_homes: dict[int, tuple[int, ...] | None] = {}
@@ -199,7 +201,7 @@ class _Search:
             self._walk(groupings)
             # Stages of one device are planned at once, for there is nothing to choose.  Bounds, which hide no message behind
             # work, say least of them: they have the most messages.
-            self._walk([one for one in groupings if set(one.sizes) == {1}])
+            self._walk([one for one in groupings if max(map(len, one.devices)) == 1])
         nearly = NEARLY if size <= PLANNED_OPERATORS else NEARLY_LARGE
         for grouping in groupings:
             if len(self._planned) >= most or grouping.bound_seconds > nearly * self._enough:
@@ -252,13 +254,17 @@ class _Search:
         """Groupings whose stages share meshes of one size, by their bounds."""
         estimates, found = self._estimates, []
         assert estimates is not None
-        num_devices = estimates.cluster.num_devices
         for count in self._counts:
             for homes in self._homes(count, estimates.num_layers):
                 num_meshes = max(homes) + 1
-                if num_devices % num_meshes == 0 and num_meshes < len(homes):
-                    found.append(shared_grouping(estimates, count, homes, num_devices // num_meshes))
+                if num_meshes < len(homes) and (meshes := self._meshes(num_meshes, estimates.cluster)):
+                    found.append(shared_grouping(estimates, count, homes, meshes))
         return sorted((one for one in found if one is not None), key=lambda one: one.bound_seconds)
+
+    def _meshes(self, number: int, cluster: Cluster) -> tuple[tuple[int, ...], ...] | None:
+        """So many meshes of one size, or None where there are no such."""
+        size = self._wanted.stage_size
+        return largest_packed(number, cluster) if size is None else placed([size] * number, cluster)
 
     def _homes(self, count: int, most_stages: int) -> Iterator[tuple[int, ...]]:
         """The meshes of the stages, in all ways that are allowed."""
@@ -308,7 +314,7 @@ class _Search:
                     break
 
     def _climb(self) -> None:
-        """Move single ends of the best pipeline's stages by a layer, as long as that makes it faster."""
+        """Move single ends of the best pipeline's stages by a layer, as long as that makes it faster; likewise devices."""
         before = None
         while self._grouping is not None and self._grouping is not before:
             before = self._grouping
@@ -318,6 +324,19 @@ class _Search:
                     ends = (*before.ends[:number], moved, *before.ends[number + 1 :])
                     if all(a < b for a, b in pairwise((0, *ends))) and ends[-1] == last:
                         self._plan(replace(before, ends=ends))
+            self._move_devices(before)
+
+    def _move_devices(self, grouping: Grouping) -> None:
+        """Plan what is near a grouping, on devices that halves do not fill, and may be faster than the best pipeline."""
+        estimates = self._estimates
+        assert estimates is not None
+        if grouping.homes is not None or self._wanted.stage_size is not None or not may_idle(estimates.cluster):
+            return
+        for ends, devices in near(grouping.ends, grouping.devices, estimates.cluster):
+            if self._wanted.num_stages in (None, len(ends)):
+                other = given_grouping(estimates, grouping.count, ends, devices)
+                if other is not None and other.bound_seconds <= NEARLY * self._enough:
+                    self._plan(other)
 
     def _layers(self, count: int) -> tuple[int, ...]:
         """The positions at which layers begin, but the first."""
@@ -367,7 +386,7 @@ class _Search:
         found = {}
         for size in sizes:
             task.report_progress(f"pricing layers on {size} devices")
-            cluster, prices = subcluster(task.cluster, range(size)), whole_on(task, size)
+            cluster, prices = task.cluster.part(range(size)), whole_on(task, size)
             budget_bytes = task.budget_bytes * task.cluster.num_devices / size
             price, before = 0.0, float("inf")
             for _ in range(RISES):
@@ -409,7 +428,7 @@ class _Search:
 
         Returns False for a grouping of a large program that was bounded, and given up as too slow.
         """
-        key = (grouping.count, grouping.ends, grouping.sizes, grouping.homes)
+        key = (grouping.count, grouping.ends, grouping.devices, grouping.homes)
         if key in self._planned or not (schedules := self._schedules(grouping)):
             return True
         self._planned.add(key)

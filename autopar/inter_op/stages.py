@@ -294,7 +294,7 @@ class StagePlanner:
     def _stage(self, program: StageProgram, arrangement: Arrangement, stage: int) -> Prices:
         task, devices = self._task, arrangement.devices[stage]
         graph, text = self._graph(program)
-        cluster = subcluster(task.cluster, devices)
+        cluster = task.cluster.part(devices)
         asked = task.demands(program, graph, cluster)
         meshes = task.meshes_of(asked.meshes)
         restrictions = {mesh: asked.restriction(mesh) for mesh in meshes}
@@ -378,7 +378,7 @@ class StagePlanner:
         if key not in self._costs:
             donates_state = self._task.donates_state
             lowering = lower_stage(program, graph, stage, donates_state=donates_state, splits_backward=splits_backward)
-            self._costs[key] = stage_cost(lowering, found.problem.fusion, subcluster(self._task.cluster, devices))
+            self._costs[key] = stage_cost(lowering, found.problem.fusion, self._task.cluster.part(devices))
         known = self._costs[key]
         return replace(known, lowering=replace(known.lowering, program=program, graph=graph, stage=stage))
 
@@ -421,19 +421,9 @@ def leaves_of(program: StageProgram, graph: Graph) -> dict[int, int]:
     return {value: end.position for value, end in zip(graph.inputs, program.inputs, strict=True) if end.position >= 0}
 
 
-def subcluster(cluster: Cluster, devices: Sequence[int]) -> Cluster:
-    """The devices of one stage as a cluster of their own: a slice of a host, or whole hosts."""
-    hosts = {device // cluster.devices_per_host for device in devices}
-    if len(devices) == cluster.num_devices:
-        return cluster
-    per_host = len(devices) // len(hosts)
-    profile = None if cluster.profile is None else cluster.profile.of_part(per_host)
-    return cluster.replace(hosts=len(hosts), devices_per_host=per_host, profile=profile)
-
-
 def whole_on(task: PipelineTask, size: int) -> Prices:
     """The whole looped step on the first ``size`` devices alone, for prices of memory."""
-    cluster = subcluster(task.cluster, range(size))
+    cluster = task.cluster.part(range(size))
     graph = task.loop.graph
     return Prices(
         Task(

@@ -1,0 +1,128 @@
+"""How is a cluster written as a file?  Versioned JSON with the fields of the classes of :mod:`autopar.cluster`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from autopar.cluster import Cluster, DeviceKind, Link, Platform
+from autopar.errors import ClusterError
+from autopar.files import Header, write_atomically
+
+_FILE_FORMAT = "autopar-cluster"
+_FILE_VERSION = 1
+_Made = TypeVar("_Made")
+
+
+class _Link(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    latency_seconds: float
+    bytes_per_second: float
+    shared_by: int = 1
+    source: str = ""
+
+
+class _Device(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    name: str
+    platform: Platform
+    flops_per_second: dict[str, float]
+    memory_bytes: int
+    memory_bytes_per_second: float
+    source: str = ""
+
+
+class _Cluster(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    name: str
+    hosts: int
+    devices_per_host: int
+    device: _Device
+    local_link: _Link
+    network_link: _Link
+    compute_shared_by: int = 1
+    notes: str = ""
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    format: str
+    version: int
+    cluster: _Cluster
+
+
+def read_cluster(path: Path) -> Cluster:
+    """The cluster in the file; raises ``ClusterError`` that names the file, the field and what to do."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ClusterError(f"cannot read cluster file {path}: {error.strerror or error}; check the path") from error
+    try:
+        header = msgspec.json.decode(data, type=Header)
+        if header.format != _FILE_FORMAT:
+            raise ClusterError(
+                f"{path}: $.format is {header.format!r}, not {_FILE_FORMAT!r}; this is not a cluster file"
+            )
+        if header.version != _FILE_VERSION:
+            raise ClusterError(
+                f"{path}: $.version is {header.version}, this release reads {_FILE_VERSION}; write the file anew with "
+                "Cluster.to_file, or use the release that wrote it"
+            )
+        stored = msgspec.json.decode(data, type=_File).cluster
+    except msgspec.ValidationError as error:
+        raise ClusterError(f"{path}: {error}; correct that field (the fields are those of Cluster)") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ClusterError(
+            f"{path} is not complete JSON ({error}); NaN and infinity have no place in it either: write it anew"
+        ) from error
+    return _to_cluster(path, stored)
+
+
+def write_cluster(cluster: Cluster, path: Path) -> None:
+    """Write the cluster; reading it back gives an equal one.  Raises ``ClusterError`` if the file cannot be written."""
+    device = cluster.device
+    stored = _Cluster(
+        name=cluster.name,
+        hosts=cluster.hosts,
+        devices_per_host=cluster.devices_per_host,
+        device=_Device(
+            name=device.name,
+            platform=device.platform,
+            flops_per_second=dict(device.flops_per_second),
+            memory_bytes=device.memory_bytes,
+            memory_bytes_per_second=device.memory_bytes_per_second,
+            source=device.source,
+        ),
+        local_link=_from_link(cluster.local_link),
+        network_link=_from_link(cluster.network_link),
+        compute_shared_by=cluster.compute_shared_by,
+        notes=cluster.notes,
+    )
+    data = msgspec.json.encode(_File(format=_FILE_FORMAT, version=_FILE_VERSION, cluster=stored))
+    try:
+        write_atomically(path, msgspec.json.format(data, indent=2) + b"\n")
+    except OSError as error:
+        raise ClusterError(f"cannot write cluster file {path}: {error.strerror or error}; check the path") from error
+
+
+def _from_link(link: Link) -> _Link:
+    return _Link(
+        latency_seconds=link.latency_seconds,
+        bytes_per_second=link.bytes_per_second,
+        shared_by=link.shared_by,
+        source=link.source,
+    )
+
+
+def _to_cluster(path: Path, stored: _Cluster) -> Cluster:
+    fields = msgspec.structs.asdict(stored)
+    for name, kind in (("device", DeviceKind), ("local_link", Link), ("network_link", Link)):
+        fields[name] = _checked(f"{path}: $.cluster.{name}", kind, msgspec.structs.asdict(fields[name]))
+    return _checked(f"{path}: $.cluster", Cluster, fields)
+
+
+def _checked(where: str, make: Callable[..., _Made], fields: dict[str, object]) -> _Made:
+    """``make(**fields)``, with the place in the file put before what the dataclass finds wrong."""
+    try:
+        return make(**fields)
+    except ClusterError as error:
+        raise ClusterError(f"{where}: {error}") from error

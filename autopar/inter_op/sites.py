@@ -1,0 +1,139 @@
+"""Which devices may make a stage?  A slice of one host, or whole hosts; runs of them, one after the other.
+
+Of a host of d devices a slice has n of them, and of h hosts a stage has m, where with c = d, or c = h,
+
+    c is a power of two    1, 2, 4, …, c             halves of halves fill a host
+    otherwise              these, the divisors of c, and of few devices or hosts also what all of these leave of c
+
+so that 3 of 6, 2 + 3 of 5 and 1 + 2 of 3 are stages.  Where a number is no power of two, devices at the end of a host, and
+hosts at the end of the cluster, may be left idle as well: few arrays can be cut by 5 or 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from autopar.cluster import Cluster
+
+FEW = 8
+"""Of so many devices of a host, or so many hosts, what a share leaves is a share as well."""
+
+
+def stage_sizes(cluster: Cluster) -> list[int]:
+    """How many devices a stage may have, less than all."""
+    hosts = [cluster.devices_per_host * number for number in shares_of(cluster.hosts)]
+    return sorted({size for size in (*shares_of(cluster.devices_per_host), *hosts) if size < cluster.num_devices})
+
+
+def shares_of(count: int) -> list[int]:
+    """How many of ``count`` devices of a host, or hosts, a stage may have (see the module docstring)."""
+    powers = {1 << bit for bit in range(count.bit_length())}
+    if is_power_of_two(count):
+        return sorted(powers)
+    shares = powers | {number for number in range(1, count + 1) if count % number == 0}
+    if count <= FEW:
+        shares |= {count - share for share in shares if share < count}
+    return sorted(shares)
+
+
+def is_power_of_two(count: int) -> bool:
+    """Whether halves of halves fill so many."""
+    return count & (count - 1) == 0
+
+
+def may_idle(cluster: Cluster) -> bool:
+    """Whether stages may leave devices idle: where hosts, or their devices, are no power of two."""
+    return not (is_power_of_two(cluster.hosts) and is_power_of_two(cluster.devices_per_host))
+
+
+def fits_hosts(start: int, size: int, cluster: Cluster) -> bool:
+    """Whether devices from ``start`` on lie in one host, or are whole hosts."""
+    per_host = cluster.devices_per_host
+    if size <= per_host:
+        return start % per_host + size <= per_host
+    return start % per_host == 0 and size % per_host == 0
+
+
+def last_ends(cluster: Cluster) -> range:
+    """Where the devices of the last stage may end."""
+    return range(1 if may_idle(cluster) else cluster.num_devices, cluster.num_devices + 1)
+
+
+def ends_before(start: int, cluster: Cluster) -> Iterator[int]:
+    """Where a stage may end that the one from device ``start`` on follows: there, or with the rest of its host idle."""
+    yield start
+    if may_idle(cluster) and start % cluster.devices_per_host == 0:
+        yield from range(start - 1, start - cluster.devices_per_host, -1)
+
+
+def placed(sizes: Sequence[int], cluster: Cluster) -> tuple[tuple[int, ...], ...] | None:
+    """The devices of meshes of these sizes, each as near to the first device as it fits; None if there are too few."""
+    found: list[tuple[int, ...]] = []
+    start = 0
+    for size in sizes:
+        while start + size <= cluster.num_devices and not fits_hosts(start, size, cluster):
+            start += 1
+        if start + size > cluster.num_devices:
+            return None
+        found.append(tuple(range(start, start + size)))
+        start += size
+    return tuple(found)
+
+
+def largest_packed(number: int, cluster: Cluster) -> tuple[tuple[int, ...], ...] | None:
+    """So many meshes of one size that a stage may have, the largest that fits; None where not one leaves no device idle.
+
+    On clusters of which no device may be idle the meshes take all of them.
+    """
+    for size in reversed(stage_sizes(cluster)):
+        if (runs := placed([size] * number, cluster)) and (may_idle(cluster) or number * size == cluster.num_devices):
+            return runs
+    return None
+
+
+def split_evenly(number: int, cluster: Cluster) -> tuple[tuple[int, ...], ...] | None:
+    """The devices of ``number`` meshes that together are all, of as nearly one size as hosts allow; None if there are too few.
+
+    Meshes of one size are taken if each has as many devices on every host that it uses.
+    """
+    total, per_host = cluster.num_devices, cluster.devices_per_host
+    if number > total:
+        return None
+    if total % number == 0:
+        even = [range(start, start + total // number) for start in range(0, total, total // number)]
+        if all(_is_balanced(run, per_host) for run in even):
+            return tuple(map(tuple, even))
+    if number <= cluster.hosts:
+        return tuple(
+            tuple(range(run.start * per_host, run.stop * per_host)) for run in _near_runs(0, cluster.hosts, number)
+        )
+    found: list[range] = []
+    for host, meshes in enumerate(_near_runs(0, number, cluster.hosts)):
+        found += _near_runs(host * per_host, per_host, len(meshes))
+    return tuple(map(tuple, found))
+
+
+def fewer_devices(cluster: Cluster, batch_size: int | None) -> list[tuple[int, ...]]:
+    """Parts of the cluster on which a step may be faster than on all devices: the most that divide the batch, or are 2ᵏ.
+
+    None of a cluster whose devices are all to be used.
+    """
+    sizes = stage_sizes(cluster) if may_idle(cluster) else []
+    dividing = max((size for size in sizes if batch_size is not None and batch_size % size == 0), default=0)
+    halving = max((size for size in sizes if is_power_of_two(size)), default=0)
+    return [tuple(range(size)) for size in sorted({dividing, halving}, reverse=True) if size]
+
+
+def _is_balanced(run: range, per_host: int) -> bool:
+    on_host: dict[int, int] = {}
+    for device in run:
+        on_host[device // per_host] = on_host.get(device // per_host, 0) + 1
+    return len(set(on_host.values())) == 1
+
+
+def _near_runs(start: int, count: int, number: int) -> Iterator[range]:
+    """``number`` runs of all ``count`` from ``start`` on, the longer ones first, by one at most."""
+    for place in range(number):
+        size = count // number + (place < count % number)
+        yield range(start, start + size)
+        start += size

@@ -1,0 +1,148 @@
+"""Clusters that halves do not fill: 3, 5 and 6 devices, odd numbers of hosts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.cluster import Cluster
+from autopar.inter_op.sites import fewer_devices, shares_of, split_evenly, stage_sizes
+from autopar.pipelines import counts_of
+from benchmarks.models import build
+from tests.pipeline_enumerator import cluster_of
+from tests.toy_runs import eight_slow_devices, precision, reference, run
+
+EQUAL = 1e-9
+
+
+def slow_devices(count: int, hosts: int = 1) -> Cluster:
+    """The first of this process's devices, so slow that a toy is worth cutting up."""
+    cluster = Cluster.local(jax.devices()[:count])
+    return cluster.replace(
+        device=eight_slow_devices().device, hosts=hosts, devices_per_host=count // hosts, compute_shared_by=1
+    )
+
+
+def check(name: str, cluster: Cluster, **options: object) -> autopar.Plan:
+    """Two steps in float64 have the numbers of ``jax.jit``; returns the plan."""
+    with precision(jnp.float64):
+        model = build(name, dtype=jnp.float64)
+        step = autopar.parallelize(cluster=cluster, **options)(model.train_step)
+        state = step.init(model.make_state, model.abstract_batch())
+        found, wanted = run(model, step, state, 2), reference(name, jnp.float64, 2)
+        for path, value in wanted.state.items():
+            np.testing.assert_allclose(found.state[path], value, rtol=EQUAL, atol=EQUAL, err_msg=path)
+        for one, other in zip(found.metrics, wanted.metrics, strict=True):
+            for path, value in other.items():
+                np.testing.assert_allclose(one[path], value, rtol=EQUAL, atol=EQUAL, err_msg=path)
+        return step.last.plan
+
+
+@pytest.mark.parametrize("count", [3, 5, 6])
+def test_a_step_on_so_many_devices_has_the_numbers_of_one(count: int) -> None:
+    check("mlp_nnx", slow_devices(count), method="intra_op")
+
+
+@pytest.mark.parametrize(
+    ("count", "hosts", "stages", "sizes"),
+    [
+        (3, 1, 2, {1, 2}),
+        (5, 1, 2, None),
+        pytest.param(6, 2, 3, None, marks=pytest.mark.verify),
+        pytest.param(3, 3, 3, {1}, marks=pytest.mark.verify),
+    ],
+)
+def test_pipelines_on_so_many_devices_have_the_numbers_of_one(
+    count: int, hosts: int, stages: int, sizes: set[int] | None
+) -> None:
+    plan = check("mlp_nnx", slow_devices(count, hosts), stages=stages)
+    assert len(plan.stages) == stages
+    assert sizes is None or {len(stage.devices) for stage in plan.stages} <= sizes
+
+
+@pytest.mark.parametrize(
+    "method", ["data_parallel", "zero3", "tensor_parallel", pytest.param("inter_op", marks=pytest.mark.verify)]
+)
+def test_no_method_refuses_three_devices(method: str) -> None:
+    check("mlp_nnx", slow_devices(3), method=method)
+
+
+def test_hand_made_stages_are_spread_as_evenly_as_hosts_allow() -> None:
+    plan = check("mlp_nnx", slow_devices(5), stages=2, method="zero2")
+    assert [stage.devices for stage in plan.stages] == [(0, 1, 2), (3, 4)]
+
+
+def test_four_of_five_devices_where_nothing_is_cut_by_five(tmp_path: Path) -> None:
+    plan = check("mlp_nnx", slow_devices(5))
+    assert not plan.is_pipeline and plan.num_devices == 5
+    assert plan.stages[0].devices == (0, 1, 2, 3) and plan.mesh.size == 4
+    plan.save(tmp_path / "plan.json")
+    loaded = autopar.Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    model = build("mlp_nnx")
+    step = autopar.parallelize(model.train_step, cluster=slow_devices(5))
+    free, asked = (
+        step.plan(model.abstract_state(), model.abstract_batch(), method=method) for method in ("auto", "zero2")
+    )
+    assert free.step_seconds < asked.step_seconds
+    assert "4 of 5 in use" in str(autopar.explain(step, model.abstract_state(), model.abstract_batch()))
+
+
+# ------------------------------------------------------------------------------------------------------------ sizes
+
+
+def test_shares() -> None:
+    assert [shares_of(count) for count in (1, 2, 3, 4, 5, 6, 7, 8)] == [
+        [1],
+        [1, 2],
+        [1, 2, 3],
+        [1, 2, 4],
+        [1, 2, 3, 4, 5],
+        [1, 2, 3, 4, 5, 6],
+        [1, 2, 3, 4, 5, 6, 7],
+        [1, 2, 4, 8],
+    ]
+    assert shares_of(12) == [1, 2, 3, 4, 6, 8, 12]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "per_host", "sizes"),
+    [(1, 6, [1, 2, 3, 4, 5]), (3, 4, [1, 2, 4, 8]), (5, 2, [1, 2, 4, 6, 8]), (4, 8, [1, 2, 4, 8, 16])],
+)
+def test_sizes_of_stages(hosts: int, per_host: int, sizes: list[int]) -> None:
+    assert stage_sizes(cluster_of(hosts, per_host, network=1e9)) == sizes
+
+
+@pytest.mark.parametrize("hosts", range(1, 6))
+@pytest.mark.parametrize("per_host", range(1, 7))
+def test_every_cluster_is_split_into_any_number_of_meshes(hosts: int, per_host: int) -> None:
+    cluster = cluster_of(hosts, per_host, network=1e9)
+    for number in range(1, cluster.num_devices + 1):
+        meshes = split_evenly(number, cluster)
+        assert meshes is not None and len(meshes) == number
+        assert [device for mesh in meshes for device in mesh] == list(range(cluster.num_devices))
+        for mesh in meshes:
+            by_host = [device // per_host for device in mesh]
+            assert len({by_host.count(host) for host in by_host}) == 1
+    assert split_evenly(cluster.num_devices + 1, cluster) is None
+
+
+def test_fewer_devices_are_those_that_divide_the_batch_or_are_a_power_of_two() -> None:
+    cluster = cluster_of(1, 7, network=1e9)
+    assert [len(devices) for devices in fewer_devices(cluster, 9)] == [4, 3]
+    assert [len(devices) for devices in fewer_devices(cluster, 30)] == [6, 4]
+    assert fewer_devices(cluster_of(2, 4, network=1e9), 9) == []
+    assert [len(devices) for devices in fewer_devices(cluster_of(3, 8, network=1e9), 64)] == [16]
+
+
+@pytest.mark.parametrize(
+    ("size", "counts"),
+    [(64, [1, 2, 4, 8, 16, 32, 64]), (15, [1, 3, 15]), (12, [1, 2, 4, 12]), (97, [1]), (None, [1])],
+)
+def test_microbatches_divide_any_batch(size: int | None, counts: list[int]) -> None:
+    assert counts_of(size) == counts
