@@ -10,6 +10,9 @@ and ``shared_by`` says how many devices of one host compete for that β when all
 card shared by the eight devices of a host has ``shared_by=8``; NVLink ports of one's own have 1).  So device ``d``
 uses link number ``(d mod devices_per_host) // shared_by`` of its host.
 
+Between single hosts links may be others (``host_links``).  A host then has cards that carry as much as the fastest of its links,
+and to one host as much as the link to it: α and β of a pair are what a message between these hosts finds.
+
 A cluster may carry a :class:`~autopar.profile.Profile`: what was measured then goes before α, β and FLOP/s.
 
 This file imports nothing of ours but the profile and the error type, and nothing of JAX at module level: a description needs no
@@ -20,11 +23,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from autopar.errors import ClusterError
 from autopar.profile import Profile
@@ -41,18 +44,22 @@ class Platform(Enum):
     TPU = "tpu"
 
 
-class _Rates(Mapping[str, float]):
+_Key = TypeVar("_Key", bound=Hashable)
+_Value = TypeVar("_Value")
+
+
+class _Frozen(Mapping[_Key, _Value]):
     """A read-only, hashable mapping (clusters are keys of caches); equal to a ``dict`` of the same items."""
 
     __slots__ = ("_items",)
 
-    def __init__(self, items: Mapping[str, float]) -> None:
+    def __init__(self, items: Mapping[_Key, _Value]) -> None:
         self._items = dict(items)
 
-    def __getitem__(self, key: str) -> float:
+    def __getitem__(self, key: _Key) -> _Value:
         return self._items[key]
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[_Key]:
         return iter(self._items)
 
     def __len__(self) -> int:
@@ -107,8 +114,8 @@ class DeviceKind:
             _check_number(f"flops_per_second[{dtype!r}] of device {self.name!r}", rate)
         _check_count(f"memory_bytes of device {self.name!r}", self.memory_bytes)
         _check_number(f"memory_bytes_per_second of device {self.name!r}", self.memory_bytes_per_second)
-        if not isinstance(self.flops_per_second, _Rates):
-            object.__setattr__(self, "flops_per_second", _Rates(self.flops_per_second))
+        if not isinstance(self.flops_per_second, _Frozen):
+            object.__setattr__(self, "flops_per_second", _Frozen(self.flops_per_second))
 
     def dense_flops_per_second(self, dtype: str) -> float:
         """Throughput for ``dtype``; a dtype not listed runs at the slowest listed speed."""
@@ -206,6 +213,8 @@ class Cluster:
     """Where programs for this cluster run; None: in this process, if its devices are those."""
     is_distributed: bool = False
     """Whether this process is one of several that run the same script, each on a host of the cluster."""
+    host_links: Mapping[tuple[int, int], Link] = field(default_factory=dict, kw_only=True)
+    """By pairs of hosts, the link between them where it is another than ``network_link``, both ways."""
 
     def __post_init__(self) -> None:
         for count in ("hosts", "devices_per_host", "compute_shared_by"):
@@ -217,6 +226,28 @@ class Cluster:
                 raise ClusterError(
                     f"{part} of cluster {self.name!r} is {getattr(self, part)!r}; give a {kind.__name__}"
                 )
+        object.__setattr__(self, "host_links", _Frozen(dict(sorted(self._checked_links()))))
+
+    def _checked_links(self) -> Iterator[tuple[tuple[int, int], Link]]:
+        """Links between hosts, each pair in ascending order; those that are ``network_link`` itself are left out."""
+        where = f"host_links of cluster {self.name!r}"
+        if not isinstance(self.host_links, Mapping):
+            raise ClusterError(f"{where} is {self.host_links!r}; give links by pairs of hosts: {{(0, 2): Link(...)}}")
+        for pair, link in self.host_links.items():
+            is_pair = isinstance(pair, tuple) and len(pair) == 2 and all(type(host) is int for host in pair)
+            if not is_pair or pair[0] == pair[1] or not all(0 <= host < self.hosts for host in pair):
+                raise ClusterError(f"{where} names {pair!r}; give pairs of two hosts, of 0 to {self.hosts - 1}")
+            if not isinstance(link, Link):
+                raise ClusterError(f"{where} is {link!r} for {pair}; give a Link")
+            if pair[0] > pair[1] and (pair[1], pair[0]) in self.host_links:
+                raise ClusterError(f"{where} names {pair} and {pair[::-1]}; a link goes both ways, so give one of them")
+            if link.shared_by != self.network_link.shared_by:
+                raise ClusterError(
+                    f"{where} says shared_by={link.shared_by} for {pair}, and network_link {self.network_link.shared_by}; as "
+                    "many devices of a host share a card whatever host it talks to, so give the same number"
+                )
+            if link != self.network_link:
+                yield (min(pair), max(pair)), link
 
     def __hash__(self) -> int:
         # Clusters key the caches of the cost model, which are asked some 10^5 times per plan: the fields that tell
@@ -253,6 +284,29 @@ class Cluster:
         """Memory bandwidth of one device when all devices use theirs at once."""
         return self.device.memory_bytes_per_second / self.compute_shared_by
 
+    def link_between(self, host: int, other: int) -> Link:
+        """The network link between two hosts."""
+        return self.host_links.get((min(host, other), max(host, other)), self.network_link)
+
+    def card_bytes_per_second(self, host: int) -> float:
+        """What a network card of a host carries, in one direction: as much as the fastest of the host's links."""
+        if not self.host_links:
+            return self.network_link.bytes_per_second
+        others = (other for other in range(self.hosts) if other != host)
+        return max(self.link_between(host, other).bytes_per_second for other in others)
+
+    def slowest_link(self, hosts: Sequence[int]) -> Link:
+        """The slowest of the links between neighbours on a ring of hosts; ``network_link`` for a single one."""
+        pairs = zip(hosts, (*hosts[1:], hosts[0]), strict=True)
+        links = [self.link_between(one, other) for one, other in pairs if one != other]
+        return min(links, key=lambda link: (link.bytes_per_second, -link.latency_seconds), default=self.network_link)
+
+    def of_hosts(self, hosts: Sequence[int]) -> Cluster:
+        """Some of the hosts, or all, in another order: its host k is this one's ``hosts[k]``."""
+        place = {host: number for number, host in enumerate(hosts)}
+        links = {(place[a], place[b]): link for (a, b), link in self.host_links.items() if a in place and b in place}
+        return dataclasses.replace(self, hosts=len(hosts), host_links=links)
+
     def logical_mesh_shapes(self, max_axes: int = 3) -> list[Mesh]:
         """Every way to lay the devices out as a mesh of 1 to ``max_axes`` (at most 3) axes of size 2 or more.
 
@@ -287,10 +341,10 @@ class Cluster:
         """Some of the devices as a cluster of their own: as many on each host that they are on."""
         if len(devices) == self.num_devices:
             return self
-        hosts = {device // self.devices_per_host for device in devices}
+        hosts = sorted({device // self.devices_per_host for device in devices})
         per_host = len(devices) // len(hosts)
         profile = None if self.profile is None else self.profile.of_part(per_host)
-        return self.replace(hosts=len(hosts), devices_per_host=per_host, profile=profile)
+        return dataclasses.replace(self.of_hosts(hosts), devices_per_host=per_host, profile=profile)
 
     def with_profile(self, profile: Profile | str | Path | None) -> Cluster:
         """This cluster priced by what was measured (a profile or its file), or by its plain figures for None.

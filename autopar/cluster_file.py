@@ -13,7 +13,8 @@ from autopar.errors import ClusterError
 from autopar.files import Header, write_atomically
 
 _FILE_FORMAT = "autopar-cluster"
-_FILE_VERSION = 1
+_FILE_VERSION = 2
+_READ_VERSIONS = (1, 2)  # the first has no ``host_links``
 _Made = TypeVar("_Made")
 
 
@@ -22,6 +23,11 @@ class _Link(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     bytes_per_second: float
     shared_by: int = 1
     source: str = ""
+
+
+class _HostLink(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    hosts: tuple[int, int]
+    link: _Link
 
 
 class _Device(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -42,6 +48,7 @@ class _Cluster(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     network_link: _Link
     compute_shared_by: int = 1
     notes: str = ""
+    host_links: tuple[_HostLink, ...] = ()
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -62,10 +69,10 @@ def read_cluster(path: Path) -> Cluster:
             raise ClusterError(
                 f"{path}: $.format is {header.format!r}, not {_FILE_FORMAT!r}; this is not a cluster file"
             )
-        if header.version != _FILE_VERSION:
+        if header.version not in _READ_VERSIONS:
             raise ClusterError(
-                f"{path}: $.version is {header.version}, this release reads {_FILE_VERSION}; write the file anew with "
-                "Cluster.to_file, or use the release that wrote it"
+                f"{path}: $.version is {header.version}, this release reads {' and '.join(map(str, _READ_VERSIONS))}; write "
+                "the file anew with Cluster.to_file, or use the release that wrote it"
             )
         stored = msgspec.json.decode(data, type=_File).cluster
     except msgspec.ValidationError as error:
@@ -96,6 +103,7 @@ def write_cluster(cluster: Cluster, path: Path) -> None:
         network_link=_from_link(cluster.network_link),
         compute_shared_by=cluster.compute_shared_by,
         notes=cluster.notes,
+        host_links=tuple(_HostLink(hosts=pair, link=_from_link(link)) for pair, link in cluster.host_links.items()),
     )
     data = msgspec.json.encode(_File(format=_FILE_FORMAT, version=_FILE_VERSION, cluster=stored))
     try:
@@ -117,6 +125,13 @@ def _to_cluster(path: Path, stored: _Cluster) -> Cluster:
     fields = msgspec.structs.asdict(stored)
     for name, kind in (("device", DeviceKind), ("local_link", Link), ("network_link", Link)):
         fields[name] = _checked(f"{path}: $.cluster.{name}", kind, msgspec.structs.asdict(fields[name]))
+    links: dict[tuple[int, int], object] = {}
+    for number, one in enumerate(stored.host_links):
+        place = f"{path}: $.cluster.host_links[{number}]"
+        if one.hosts in links:
+            raise ClusterError(f"{place}: the hosts {list(one.hosts)} stand there twice; keep one of them")
+        links[one.hosts] = _checked(f"{place}.link", Link, msgspec.structs.asdict(one.link))
+    fields["host_links"] = links
     return _checked(f"{path}: $.cluster", Cluster, fields)
 
 

@@ -4,7 +4,8 @@ Nothing of the search is imported.  For every number of microbatches N that a ca
 
     a grouping     of the layers 1 … L into S consecutive stages, all of them
     devices        the cluster's ids 0 … D−1 in as many consecutive runs: devices of one host (2ᵏ where it has a power of two),
-                   or whole hosts; unless both are powers of two, the last devices of hosts, and the last hosts, may be idle
+                   or whole hosts; unless both are powers of two, the last devices of hosts, and the last hosts, may be idle;
+                   the hosts in every order where they are not all alike
     mesh shapes    one for each stage, out of all logical shapes of its run
     a schedule     all of them for S > 1; the interleaved one for stages that are dealt round meshes of one size
 
@@ -76,7 +77,7 @@ class Candidate:
 
     def __str__(self) -> str:
         stages = "; ".join(
-            f"devices {run[0]}-{run[-1]} as {mesh}" for run, mesh in zip(self.devices, self.meshes, strict=True)
+            f"devices {list(run)} as {mesh}" for run, mesh in zip(self.devices, self.meshes, strict=True)
         )
         return f"N={self.num_microbatches}, {self.schedule.value}, cut before {self.cuts}: {stages}"
 
@@ -141,6 +142,9 @@ def device_runs(cluster: Cluster, number: int) -> Iterator[tuple[tuple[int, ...]
     halves_only = per_host in (1, 2, 4, 8)
     may_idle = not (halves_only and cluster.hosts in (1, 2, 4, 8))
 
+    orders = list(itertools.permutations(range(cluster.hosts))) if cluster.host_links else [tuple(range(cluster.hosts))]
+    seen = set()
+
     def runs_from(start: int, left: int) -> Iterator[tuple[tuple[int, ...], ...]]:
         if left == 0:
             if start == total or may_idle:
@@ -156,12 +160,21 @@ def device_runs(cluster: Cluster, number: int) -> Iterator[tuple[tuple[int, ...]
                         if rest or begin == stop:
                             yield (tuple(range(start, stop)), *rest)
 
-    return runs_from(0, number)
+    for order, runs in itertools.product(orders, list(runs_from(0, number))):
+        placed = tuple(tuple(sorted(order[one // per_host] * per_host + one % per_host for one in run)) for run in runs)
+        if placed not in seen:
+            seen.add(placed)
+            yield placed
 
 
 def _part(cluster: Cluster, run: tuple[int, ...]) -> Cluster:
-    hosts = len({device // cluster.devices_per_host for device in run})
-    return replace(cluster, hosts=hosts, devices_per_host=len(run) // hosts)
+    hosts = sorted({device // cluster.devices_per_host for device in run})
+    links = {
+        (hosts.index(one), hosts.index(other)): link
+        for (one, other), link in cluster.host_links.items()
+        if one in hosts and other in hosts
+    }
+    return replace(cluster, hosts=len(hosts), devices_per_host=len(run) // len(hosts), host_links=links)
 
 
 class _Referee:
@@ -171,7 +184,7 @@ class _Referee:
         self._case = case
         self._step = case.step(count)
         self.boundaries = case.boundaries(self._step)
-        self._solved: dict[tuple[tuple[int, ...], int, tuple[int, int], Mesh], tuple[Graph, Found]] = {}
+        self._solved: dict[tuple[tuple[int, ...], int, Cluster, Mesh], tuple[Graph, Found]] = {}
         self._lowered: dict[tuple[Any, ...], tuple[StageLowering, StageCost]] = {}
 
     def measure(self, candidate: Candidate) -> tuple[float, float]:
@@ -182,7 +195,7 @@ class _Referee:
             zip(made.stages, candidate.devices, candidate.meshes, strict=True)
         ):
             part = _part(self._case.cluster, run)
-            key = (candidate.cuts, number, (part.hosts, part.devices_per_host), mesh)
+            key = (candidate.cuts, number, part, mesh)
             splits_backward = candidate.schedule is Schedule.ZERO_BUBBLE_H1
             if (*key, splits_backward) not in self._lowered:
                 if key not in self._solved:
@@ -343,6 +356,10 @@ def cases() -> tuple[Case, ...]:
                 (4,),
             ),
         ]
+    for name, (hosts, per_host), pairs in (("racks", (4, 1), ((0, 2), (1, 3))), ("a near pair", (3, 2), ((0, 2),))):
+        near = Link(1e-5, MIDDLE, per_host)
+        cluster = replace(cluster_of(hosts, per_host, network=SLOW), host_links=dict.fromkeys(pairs, near))
+        found.append(Case(name, lambda: mlp(tapered, 32), four if hosts == 4 else (0, 1, 3), cluster, (4,)))
     for number in (5, 6):
         cluster = cluster_of(1, number, network=SLOW, local=SLOW)
         found.append(Case(f"three layers on {number}", lambda: mlp((64, 64, 64, 32), 30), (0, 1, 2), cluster, (2,)))

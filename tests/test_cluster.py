@@ -21,6 +21,7 @@ from autopar.errors import ClusterError
 
 DEVICE = DeviceKind("toy", Platform.CUDA, {"float32": 1e12, "bfloat16": 4e12}, 1 << 30, 1e11, "made up")
 TOY = Cluster("toy", 2, 4, DEVICE, Link(1e-6, 1e11), Link(1e-5, 1e9, 4, "card"), 2, "notes")
+LINK = {"latency_seconds": 1e-5, "bytes_per_second": 1e9, "shared_by": 4}
 NAMES = [preset.cluster.name for preset in PRESETS]
 
 
@@ -62,6 +63,50 @@ def test_other_fields_are_checked() -> None:
         dataclasses.replace(DEVICE, platform="cuda")
     with pytest.raises(ClusterError, match=r"network_link of cluster 'toy' .* give a Link"):
         TOY.replace(network_link=1e9)
+
+
+@pytest.mark.parametrize(
+    ("links", "message"),
+    [
+        ([((0, 1), Link(0.0, 1.0, 4))], r"host_links of cluster 'toy' is \[.*; give links by pairs of hosts"),
+        ({0: Link(0.0, 1.0, 4)}, r"names 0; give pairs of two hosts, of 0 to 1"),
+        ({(0, 0): Link(0.0, 1.0, 4)}, r"names \(0, 0\)"),
+        ({(0, 2): Link(0.0, 1.0, 4)}, r"names \(0, 2\)"),
+        ({(0, 1): 1e9}, r"is 1000000000.0 for \(0, 1\); give a Link"),
+        ({(0, 1): Link(0.0, 1.0)}, r"shared_by=1 for \(0, 1\), and network_link 4"),
+        ({(0, 1): Link(0.0, 1.0, 4), (1, 0): Link(0.0, 2.0, 4)}, r"names \(1, 0\) and \(0, 1\); a link goes both ways"),
+    ],
+)
+def test_links_between_hosts_are_checked(links: Any, message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
+        TOY.replace(host_links=links)
+
+
+def test_links_between_hosts(tmp_path: Path) -> None:
+    slow, slower = Link(1e-4, 1e8, 4, "long cable"), Link(1e-3, 1e7, 4)
+    cluster = TOY.replace(hosts=4, host_links={(2, 0): slow, (1, 2): slower, (0, 1): TOY.network_link})
+    assert list(cluster.host_links) == [(0, 2), (1, 2)]  # what is network_link itself is not kept
+    assert cluster.link_between(2, 0) == cluster.link_between(0, 2) == slow
+    assert cluster.link_between(0, 3) == TOY.network_link
+    assert cluster.slowest_link((0, 1, 3)) == TOY.network_link and cluster.slowest_link((0, 1, 2)) == slower
+    assert cluster.slowest_link((2,)) == TOY.network_link
+    assert cluster.card_bytes_per_second(2) == 1e9  # of the link to host 3
+    assert cluster.of_hosts((0, 1, 2)).card_bytes_per_second(2) == 1e8
+    turned = cluster.of_hosts((2, 3, 0, 1))
+    assert dict(turned.host_links) == {(0, 2): slow, (0, 3): slower}
+    assert turned.of_hosts((2, 3, 0, 1)) == cluster
+    assert dict(cluster.part(range(4, 12)).host_links) == {(0, 1): slower}
+    assert cluster.part((0, 1, 8, 9)).link_between(0, 1) == slow
+    cluster.to_file(tmp_path / "cluster.json")
+    assert Cluster.from_file(tmp_path / "cluster.json") == cluster
+    assert hash(pickle.loads(pickle.dumps(cluster))) == hash(cluster)
+
+
+def test_files_of_the_first_version_are_read(tmp_path: Path) -> None:
+    path, content = stored(tmp_path)
+    del content["cluster"]["host_links"]
+    path.write_text(json.dumps(content | {"version": 1}))
+    assert Cluster.from_file(path) == TOY
 
 
 def test_per_device_figures_are_shared() -> None:
@@ -384,7 +429,23 @@ def test_numbers_that_are_none(literal: str, tmp_path: Path) -> None:
         (("cluster", "device", "flops_per_second"), {}, r"\$\.cluster\.device: .*at least one dtype"),
         (("cluster", "device", "memory_bytes"), 0, r"\$\.cluster\.device: memory_bytes"),
         (("format",), "alpa", r"\$\.format is 'alpa'.*not a cluster file"),
-        (("version",), 2, r"\$\.version is 2, .*reads 1"),
+        (("version",), 3, r"\$\.version is 3, .*reads 1 and 2"),
+        (("cluster", "host_links"), [{"hosts": [0], "link": None}], r"\$\.cluster\.host_links\[0\]\.hosts"),
+        (
+            ("cluster", "host_links"),
+            [{"hosts": [0, 2], "link": LINK}],
+            r"\$\.cluster: host_links of cluster 'toy' names \(0, 2\)",
+        ),
+        (
+            ("cluster", "host_links"),
+            [{"hosts": [0, 1], "link": LINK}] * 2,
+            r"host_links\[1\]: the hosts \[0, 1\] stand there twice",
+        ),
+        (
+            ("cluster", "host_links"),
+            [{"hosts": [0, 1], "link": LINK | {"bytes_per_second": 0.0}}],
+            r"\$\.cluster\.host_links\[0\]\.link: bytes_per_second",
+        ),
     ],
 )
 def test_fields_are_checked(place: tuple[str, ...], value: object, message: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Clusters that halves do not fill: 3, 5 and 6 devices, odd numbers of hosts."""
+"""Clusters as they are: 3, 5 and 6 devices, odd numbers of hosts, links of different speed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.cluster import Cluster
-from autopar.inter_op.sites import fewer_devices, shares_of, split_evenly, stage_sizes
+from autopar.cluster import Cluster, Link, Mesh
+from autopar.cost_model.collectives import Collective, group_seconds, permute_seconds
+from autopar.cost_model.machine import make_machine, message_load
+from autopar.cost_model.transfers import cheapest_transfer, transfer_seconds
+from autopar.inter_op.sites import fewer_devices, host_orders, shares_of, split_evenly, stage_sizes
 from autopar.pipelines import counts_of
+from autopar.plan import Layout
+from autopar.schedule.cross_mesh import Placement
 from benchmarks.models import build
 from tests.pipeline_enumerator import cluster_of
 from tests.toy_runs import eight_slow_devices, precision, reference, run
@@ -91,6 +96,74 @@ def test_four_of_five_devices_where_nothing_is_cut_by_five(tmp_path: Path) -> No
     )
     assert free.step_seconds < asked.step_seconds
     assert "4 of 5 in use" in str(autopar.explain(step, model.abstract_state(), model.abstract_batch()))
+
+
+# ------------------------------------------------------------------------------------------------------------ links
+
+NEAR, FAR = Link(1e-5, 1e9), Link(1e-3, 1e5)
+RACKS = {(0, 2): NEAR, (1, 3): NEAR}
+
+
+def racks(hosts: int = 4) -> Cluster:
+    """Hosts of one device; even ones are near each other, and odd ones."""
+    return cluster_of(hosts, 1, network=1.0).replace(network_link=FAR, host_links=RACKS)
+
+
+def test_a_ring_is_as_slow_as_its_slowest_link() -> None:
+    cluster, megabyte = racks(), 1e6
+    near, across, all_round = (
+        group_seconds(Collective.ALL_GATHER, megabyte, (group,), cluster) for group in ((0, 2), (0, 1), (0, 1, 2, 3))
+    )
+    assert near == pytest.approx(NEAR.latency_seconds + megabyte / 2 / NEAR.bytes_per_second)
+    assert across == pytest.approx(FAR.latency_seconds + megabyte / 2 / FAR.bytes_per_second)
+    assert all_round == pytest.approx(3 * FAR.latency_seconds + megabyte * 3 / 4 / FAR.bytes_per_second)
+    both = group_seconds(Collective.ALL_GATHER, megabyte, ((0, 2), (1, 3)), cluster)
+    assert both == pytest.approx(near)
+
+
+def test_an_exchange_loads_every_pair_of_hosts() -> None:
+    """Each of four devices sends a third of three quarters to each other one: to the far ones at their links' speed."""
+    seconds = group_seconds(Collective.ALL_TO_ALL, 4e6, ((0, 1, 2, 3),), racks())
+    assert seconds == pytest.approx(2 * FAR.latency_seconds + NEAR.latency_seconds + 1e6 / FAR.bytes_per_second)
+    permuted = permute_seconds(1e6, ((0, 2), (1, 3), (2, 0)), racks())
+    assert permuted == pytest.approx(NEAR.latency_seconds + 1e6 / NEAR.bytes_per_second)
+
+
+def test_messages_use_the_link_of_their_hosts() -> None:
+    cluster = racks()
+    mesh = Mesh(("data",), (1,))
+    whole = Layout(((),))
+
+    def seconds(source: int, target: int) -> float:
+        ends = (Placement(whole, mesh, (device,)) for device in (source, target))
+        return transfer_seconds(cheapest_transfer((1000,), 1000, *ends, cluster), cluster)
+
+    assert seconds(0, 2) == pytest.approx(NEAR.latency_seconds + 1e6 / NEAR.bytes_per_second)
+    assert seconds(0, 1) == pytest.approx(FAR.latency_seconds + 1e6 / FAR.bytes_per_second)
+    machine = make_machine(cluster, [(device,) for device in range(4)])
+    load = message_load([(0, 1, 1e6), (0, 2, 1e6)], cluster)
+    assert load.latency_seconds == FAR.latency_seconds
+    slowest = max(size / machine.units_per_second[resource] for resource, size in load.bytes_on)
+    assert slowest == pytest.approx(1e6 / FAR.bytes_per_second)
+    cards = {str(resource): size for resource, size in load.bytes_on if resource.peer < 0}
+    assert cards == {"network out 0 of host 0": 2e6, "network in 0 of host 1": 1e6, "network in 0 of host 2": 1e6}
+
+
+def test_orders_of_hosts() -> None:
+    assert host_orders(cluster_of(8, 2, network=1e9), 1e3) == [tuple(range(8))]
+    found = host_orders(racks(), 1e3)
+    assert found[0] == (0, 2, 1, 3) and len(found) == 3  # of 24, each is like eight: hosts, and pairs, may be exchanged
+    many = host_orders(racks(8), 1e3)
+    assert len(many) <= 24 and all(sorted(order) == list(range(8)) for order in many)
+    assert {abs(many[0].index(0) - many[0].index(2)), abs(many[0].index(1) - many[0].index(3))} == {1}
+
+
+def test_stages_lie_on_hosts_that_are_near_each_other(tmp_path: Path) -> None:
+    cluster = slow_devices(4, hosts=4).replace(network_link=Link(1e-3, 1e5), host_links=RACKS)
+    plan = check("mlp_nnx", cluster, stages=2)
+    assert [stage.devices for stage in plan.stages] == [(0, 2), (1, 3)]
+    plan.save(tmp_path / "plan.json")
+    assert autopar.Plan.load(tmp_path / "plan.json") == plan
 
 
 # ------------------------------------------------------------------------------------------------------------ sizes

@@ -20,6 +20,9 @@ local links and the network cards of each host; device ``d`` owns or shares one 
 all: as NCCL does, several rings run side by side, one through each of the ``k`` cards next to its members, so that
 each card gets ``1/k``.  Eight groups that cross hosts one device each load a shared card with 8.
 
+Where hosts are linked differently, the ring visits them in the order of its members, and the links between neighbours are
+loaded as the cards are: the slowest link on the ring decides.
+
 *All-to-all.*  Of its ``W``, a member sends (m-1)/(n-1) over its local link and (n-m)/(n-1) over its card.
 
 *Permute.*  Every message takes the sender's and the receiver's own link or card; these may differ, so both directions
@@ -79,22 +82,47 @@ class GroupCost:
         return self.latency_seconds + sent_bytes * self.seconds_per_wire_byte
 
 
+_Port = tuple[int, int]
+"""(host, number of the link on the host)."""
+
+
 @dataclass
 class _Traffic:
-    """Load of every link, in wire bytes per wire byte; keys are (host, number of the link on the host)."""
+    """Load of every link, in wire bytes per wire byte; ``sent_to`` and ``received_from`` are those to and from one host."""
 
-    sent: defaultdict[tuple[int, int], float] = field(default_factory=lambda: defaultdict(float))
-    received: defaultdict[tuple[int, int], float] = field(default_factory=lambda: defaultdict(float))
+    sent: defaultdict[_Port, float] = field(default_factory=lambda: defaultdict(float))
+    received: defaultdict[_Port, float] = field(default_factory=lambda: defaultdict(float))
+    sent_to: defaultdict[tuple[_Port, int], float] = field(default_factory=lambda: defaultdict(float))
+    received_from: defaultdict[tuple[_Port, int], float] = field(default_factory=lambda: defaultdict(float))
 
-    def add(self, source: tuple[int, int], target: tuple[int, int], share: float = 1.0) -> None:
+    def add(self, source: _Port, target: _Port, share: float = 1.0) -> None:
         """A flow that leaves through one link and arrives through another (or the same)."""
         self.sent[source] += share
         self.received[target] += share
+
+    def add_between(self, port: _Port, before: int, after: int, share: float) -> None:
+        """A flow that passes a card on its way from one host to another."""
+        self.add(port, port, share)
+        self.received_from[port, before] += share
+        self.sent_to[port, after] += share
 
     @property
     def peak(self) -> float:
         """The largest load in one direction (0 for no traffic)."""
         return max(max(self.sent.values(), default=0.0), max(self.received.values(), default=0.0))
+
+    def slowest(self, cluster: Cluster) -> float:
+        """Seconds of the slowest network link for each wire byte, of those of single cards and of pairs of hosts."""
+        if not cluster.host_links:
+            return self.peak / cluster.network_link.bytes_per_second
+        seconds = [0.0]
+        for loads in (self.sent, self.received):
+            seconds += [load / cluster.card_bytes_per_second(host) for (host, _), load in loads.items()]
+        for paths in (self.sent_to, self.received_from):
+            seconds += [
+                load / cluster.link_between(port[0], peer).bytes_per_second for (port, peer), load in paths.items()
+            ]
+        return max(seconds)
 
 
 def wire_bytes(kind: Collective, full_bytes: float, group_size: int) -> float:
@@ -245,7 +273,12 @@ def _pairs_cost(pairs: tuple[tuple[int, int], ...], cluster: Cluster) -> GroupCo
     for source, target in moving:
         same_host = source // cluster.devices_per_host == target // cluster.devices_per_host
         link, traffic = (cluster.local_link, local) if same_host else (cluster.network_link, network)
-        traffic.add(_port(source, link, cluster), _port(target, link, cluster))
+        ports = _port(source, link, cluster), _port(target, link, cluster)
+        traffic.add(*ports)
+        if not same_host:
+            link = cluster.link_between(ports[0][0], ports[1][0])
+            network.sent_to[ports[0], ports[1][0]] += 1.0
+            network.received_from[ports[1], ports[0][0]] += 1.0
         latency = max(latency, link.latency_seconds)
     return GroupCost(latency, _seconds_per_wire_byte(local, network, cluster))
 
@@ -292,7 +325,8 @@ def _port(device: int, link: Link, cluster: Cluster) -> tuple[int, int]:
 
 def _add_ring(by_host: dict[int, list[int]], cluster: Cluster, local: _Traffic, network: _Traffic) -> None:
     """One pass of a ring that visits the hosts one after the other."""
-    for members in by_host.values():
+    hosts = list(by_host)
+    for place, members in enumerate(by_host.values()):
         ports = [_port(device, cluster.local_link, cluster) for device in members]
         for source, target in itertools.pairwise(ports):
             local.add(source, target)
@@ -300,39 +334,49 @@ def _add_ring(by_host: dict[int, list[int]], cluster: Cluster, local: _Traffic, 
             local.add(ports[-1], ports[0])
         else:
             cards = {_port(device, cluster.network_link, cluster) for device in members}
+            before, after = hosts[place - 1], hosts[(place + 1) % len(hosts)]
             for card in cards:
-                network.add(card, card, 1.0 / len(cards))
+                network.add_between(card, before, after, 1.0 / len(cards))
 
 
 def _ring_latency(by_host: dict[int, list[int]], cluster: Cluster) -> float:
     """Seconds for the first byte to get around: every edge of the ring but the cheapest."""
-    crossing = len(by_host) if len(by_host) > 1 else 0
+    hosts = list(by_host) if len(by_host) > 1 else []
     size = sum(len(members) for members in by_host.values())
-    edges = [cluster.local_link.latency_seconds] * (size - crossing) + [cluster.network_link.latency_seconds] * crossing
+    around = zip(hosts, hosts[1:] + hosts[:1], strict=True)
+    crossing = [cluster.link_between(host, other).latency_seconds for host, other in around]
+    edges = [cluster.local_link.latency_seconds] * (size - len(crossing)) + crossing
     return sum(edges) - min(edges)
 
 
 def _add_exchange(by_host: dict[int, list[int]], cluster: Cluster, local: _Traffic, network: _Traffic) -> None:
     """Every member sends an equal piece to every other."""
     others = sum(len(members) for members in by_host.values()) - 1
-    for members in by_host.values():
+    for host, members in by_host.items():
         inside = (len(members) - 1) / others
         for device in members:
             port, card = _port(device, cluster.local_link, cluster), _port(device, cluster.network_link, cluster)
             local.add(port, port, inside)
             network.add(card, card, 1.0 - inside)
+            for peer, theirs in by_host.items():
+                if peer != host:
+                    network.sent_to[card, peer] += len(theirs) / others
+                    network.received_from[card, peer] += len(theirs) / others
 
 
 def _exchange_latency(by_host: dict[int, list[int]], cluster: Cluster) -> float:
     """Seconds for a member to start a message to every other, the slowest member."""
-    size = sum(len(members) for members in by_host.values())
     return max(
         (len(members) - 1) * cluster.local_link.latency_seconds
-        + (size - len(members)) * cluster.network_link.latency_seconds
-        for members in by_host.values()
+        + sum(
+            len(theirs) * cluster.link_between(host, peer).latency_seconds
+            for peer, theirs in by_host.items()
+            if peer != host
+        )
+        for host, members in by_host.items()
     )
 
 
 def _seconds_per_wire_byte(local: _Traffic, network: _Traffic, cluster: Cluster) -> float:
     """The slowest link decides: both levels carry their part of the stream at once."""
-    return max(local.peak / cluster.local_link.bytes_per_second, network.peak / cluster.network_link.bytes_per_second)
+    return max(local.peak / cluster.local_link.bytes_per_second, network.slowest(cluster))

@@ -7,6 +7,9 @@ runs uses resources in fixed proportions:
                         each pool (a = the mesh's devices in the pool / the devices that share it)
     a message           moves y bytes per second and takes a·y of each link (a = its bytes on the link / its most on any)
 
+A message to another host uses the card of each, and where hosts are linked differently what the two cards have for each other: a
+card carries as much as the fastest link of its host, and to one host as much as the link to it.
+
 Who shares a resource gets the max-min fair rates v or y (:mod:`autopar.cost_model.fair`).
 """
 
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from autopar.cluster import Cluster, Link
@@ -38,10 +41,15 @@ class Resource:
     kind: ResourceKind
     host: int
     number: int
+    peer: int = -1
+    """Of what goes over the network: the other host, where the link to it is slower than the card."""
 
     def __str__(self) -> str:
-        return f"{self.kind.value} {self.number} of host {self.host}"
+        to = f" to and from host {self.peer}" if self.peer >= 0 else ""
+        return f"{self.kind.value} {self.number} of host {self.host}{to}"
 
+
+_NETWORK = (ResourceKind.NETWORK_OUT, ResourceKind.NETWORK_IN)
 
 Amounts = tuple[tuple[Resource, float], ...]
 
@@ -98,11 +106,20 @@ def make_machine(cluster: Cluster, devices: Sequence[Sequence[int]], max_speed: 
     if sharing > 1:
         units = {_pool(device, sharing): 1.0 for device in range(cluster.num_devices)}
     for host in range(cluster.hosts):
-        for link, kinds in _links(cluster):
+        rates = cluster.local_link.bytes_per_second, cluster.card_bytes_per_second(host)
+        for (link, kinds), rate in zip(_links(cluster), rates, strict=True):
             for number in range(-(-cluster.devices_per_host // link.shared_by)):
                 for kind in kinds:
-                    units[Resource(kind, host, number)] = link.bytes_per_second
+                    units[Resource(kind, host, number)] = rate
+                    if kind in _NETWORK:
+                        units.update(_slow_paths(kind, host, number, cluster))
     return Machine(tuple(_processor(mesh, sharing, speed) for mesh in devices), units)
+
+
+def _slow_paths(kind: ResourceKind, host: int, number: int, cluster: Cluster) -> dict[Resource, float]:
+    """Links of a card to single hosts, where hosts are linked differently."""
+    others = (other for other in range(cluster.hosts) if cluster.host_links and other != host)
+    return {Resource(kind, host, number, other): cluster.link_between(host, other).bytes_per_second for other in others}
 
 
 def _alone_speed(cluster: Cluster) -> float:
@@ -129,8 +146,15 @@ def message_load(pieces: Iterable[tuple[int, int, float]], cluster: Cluster) -> 
         from_host, from_place = divmod(source, cluster.devices_per_host)
         to_host, to_place = divmod(target, cluster.devices_per_host)
         link, (out, into) = local if from_host == to_host else network
-        bytes_on[Resource(out, from_host, from_place // link.shared_by)] += size_bytes
-        bytes_on[Resource(into, to_host, to_place // link.shared_by)] += size_bytes
+        leaving = Resource(out, from_host, from_place // link.shared_by)
+        coming = Resource(into, to_host, to_place // link.shared_by)
+        used = [leaving, coming]
+        if from_host != to_host:
+            link = cluster.link_between(from_host, to_host)
+            if cluster.host_links:
+                used += [replace(leaving, peer=to_host), replace(coming, peer=from_host)]
+        for resource in used:
+            bytes_on[resource] += size_bytes
         latency = max(latency, link.latency_seconds)
     return Load(latency, tuple(bytes_on.items()))
 

@@ -7,9 +7,10 @@ then those that receivers pass on.  One round takes
 
 where a *port* is one direction of a link of :mod:`autopar.cluster`: tiles inside a host pass the local links of both devices,
 tiles between hosts the network cards of both; ``Link.shared_by`` says how many devices share one.  Both directions run at
-once.  The latency is that of an all-to-all (:mod:`autopar.cost_model.collectives`): the α of all messages that one device
-sends, or receives, one after the other, whichever is more; tiles between the same two devices are one message.  What
-stays on its device costs nothing.
+once.  Where hosts are linked differently, what the cards of two hosts have for each other is a port as well
+(:mod:`autopar.cost_model.machine`).  The latency is that of an all-to-all (:mod:`autopar.cost_model.collectives`): the α of
+all messages that one device sends, or receives, one after the other, whichever is more; tiles between the same two devices
+are one message.  What stays on its device costs nothing.
 
 Where the cluster carries a profile, α and β of the local level are the ends of its curve for permutes, in which all
 devices send at once; so no link is shared any more than was measured.
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 
@@ -49,12 +50,24 @@ class Direction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """One direction of one link of a host; ``number`` is that of the link on the host (see :mod:`autopar.cluster`)."""
+    """One direction of one link of a host; ``number`` is that of the link on the host (see :mod:`autopar.cluster`).
+
+    ``peer``, where hosts are linked differently, is the one other host that it leads to (-1: to all).
+    """
 
     level: Level
     direction: Direction
     host: int
     number: int
+    peer: int = -1
+
+
+def _bytes_per_second(port: Port, cluster: Cluster) -> float:
+    if port.level is Level.LOCAL:
+        return link_of(port.level, cluster).bytes_per_second
+    if port.peer >= 0:
+        return cluster.link_between(port.host, port.peer).bytes_per_second
+    return cluster.card_bytes_per_second(port.host)
 
 
 def link_of(level: Level, cluster: Cluster) -> Link:
@@ -66,8 +79,9 @@ def link_of(level: Level, cluster: Cluster) -> Link:
 
 
 def link_loads(transfer: CrossMeshTransfer, cluster: Cluster) -> Mapping[Port, int]:
-    """Bytes that the transfer puts through every port in use, both rounds together."""
-    return _loads(transfer.tiles, transfer.tile_bytes, cluster)
+    """Bytes that the transfer puts through every link in use, both rounds together."""
+    loads = _loads(transfer.tiles, transfer.tile_bytes, cluster)
+    return {port: size for port, size in loads.items() if port.peer < 0}
 
 
 def latency_seconds(transfer: CrossMeshTransfer, cluster: Cluster) -> float:
@@ -80,9 +94,7 @@ def transfer_seconds(transfer: CrossMeshTransfer, cluster: Cluster) -> float:
     busy_seconds = 0.0
     for tiles in _rounds(transfer):
         loads = _loads(tiles, transfer.tile_bytes, cluster)
-        busy_seconds += max(
-            (n / link_of(port.level, cluster).bytes_per_second for port, n in loads.items()), default=0.0
-        )
+        busy_seconds += max((n / _bytes_per_second(port, cluster) for port, n in loads.items()), default=0.0)
     return latency_seconds(transfer, cluster) + busy_seconds
 
 
@@ -141,16 +153,24 @@ def _loads(tiles: Iterable[Tile], tile_bytes: int, cluster: Cluster) -> dict[Por
         if tile.sender == tile.receiver:
             continue
         level = _level(tile.sender, tile.receiver, cluster)
-        for direction, device in ((Direction.OUT, tile.sender), (Direction.IN, tile.receiver)):
+        ends = tile.sender, tile.receiver
+        for direction, device, other in zip(Direction, ends, ends[::-1], strict=True):
             host, place = divmod(device, cluster.devices_per_host)
-            loads[Port(level, direction, host, place // link_of(level, cluster).shared_by)] += tile_bytes
+            port = Port(level, direction, host, place // link_of(level, cluster).shared_by)
+            loads[port] += tile_bytes
+            if level is Level.NETWORK and cluster.host_links:
+                loads[replace(port, peer=other // cluster.devices_per_host)] += tile_bytes
     return dict(loads)
 
 
 def _latency(tiles: Iterable[Tile], cluster: Cluster) -> float:
     of_device: dict[tuple[Direction, int], float] = defaultdict(float)
     for sender, receiver in _messages(tiles):
-        alpha = link_of(_level(sender, receiver, cluster), cluster).latency_seconds
+        if _level(sender, receiver, cluster) is Level.LOCAL:
+            alpha = link_of(Level.LOCAL, cluster).latency_seconds
+        else:
+            hosts = sender // cluster.devices_per_host, receiver // cluster.devices_per_host
+            alpha = cluster.link_between(*hosts).latency_seconds
         of_device[Direction.OUT, sender] += alpha
         of_device[Direction.IN, receiver] += alpha
     return max(of_device.values(), default=0.0)

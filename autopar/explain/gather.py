@@ -279,9 +279,10 @@ def _hardware(cluster: Cluster, plan: Plan) -> str:
     shared = (
         f", {cluster.compute_shared_by} of them sharing one device's compute" if cluster.compute_shared_by > 1 else ""
     )
+    linked = ", linked differently" if cluster.host_links else ""
     used = len({device for number in range(len(plan.stages)) for device in plan.devices_of(number)})
     idle = f", {used} of {cluster.num_devices} in use" if used < cluster.num_devices else ""
-    return f"{hosts} {cluster.device.name}{shared}{idle}"
+    return f"{hosts} {cluster.device.name}{shared}{linked}{idle}"
 
 
 def _time(prediction: Prediction) -> Time:

@@ -12,8 +12,8 @@ to large, and for each guess
     g(p, i, d) = min { t(i, j, n) + c(j) + g(p − 1, j, d + n) : t + u/N ≤ guess }
 
 is the best for the layers from i and the devices from d in p stages.  A stage has a slice of a host or whole hosts; d says
-where a host ends, and which devices may be left idle there (:mod:`autopar.inter_op.sites`).  O(guesses · S · D · n · L²),
-vectorised over L².
+where a host ends, and which devices may be left idle there.  O(guesses · S · D · n · L²), vectorised over L².  The hosts stand in
+a given order, and runs of devices that are not alike have prices of their own (:mod:`autopar.inter_op.sites`).
 
 Where stages share meshes, all of one size, stages are made as even as layers allow: the slowest is to be fastest.  With
 T_r = Σ (t + u/N) over the stages of mesh r, their bound and what they take if all messages are hidden are
@@ -34,7 +34,7 @@ import numpy as np
 
 from autopar.cluster import Cluster
 from autopar.inter_op.layer_costs import LayerCosts
-from autopar.inter_op.sites import ends_before, fits_hosts, last_ends
+from autopar.inter_op.sites import HostOrder, ends_before, last_ends
 
 GUESSES = 24
 """So many values of the slowest stage's seconds are tried for each number of microbatches."""
@@ -45,7 +45,8 @@ class Grouping:
     """Stages as runs of layers and of devices: ``ends`` are the layers at which stages end, ``devices`` the ids of each one's.
 
     ``bound_seconds`` is the estimate of a step, and ``least_seconds`` what it takes at least (see the module docstring).
-    ``homes``, where stages share meshes, are the mesh of every stage; then all have the same size.
+    ``homes``, where stages share meshes, are the mesh of every stage; then all have the same size.  ``hosts`` are those of the
+    cluster in the order in which stages follow each other.
     """
 
     count: int
@@ -54,15 +55,16 @@ class Grouping:
     bound_seconds: float
     least_seconds: float = 0.0
     homes: tuple[int, ...] | None = None
+    hosts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Estimates:
-    """What a grouping is made from: costs by number of devices, bytes that cross before each layer for N₀ microbatches."""
+    """What a grouping is made from: costs by parts of the cluster, bytes that cross before each layer for N₀ microbatches."""
 
-    cluster: Cluster
+    order: HostOrder
     budget_bytes: float
-    costs: Mapping[int, LayerCosts]
+    costs: Mapping[Cluster, LayerCosts]
     crossing_bytes: np.ndarray
     most_stages: int
 
@@ -83,45 +85,50 @@ def best_groupings(estimates: Estimates, count: int) -> list[Grouping]:
         for stages, (seconds, ends, devices) in enumerate(tables.solve(guess), start=1):
             total = seconds + waiting
             if stages > 1 and np.isfinite(total) and total < best.get(stages, _NONE).bound_seconds:
-                best[stages] = Grouping(count, ends, devices, float(total))
+                best[stages] = Grouping(count, ends, devices, float(total), hosts=estimates.order.hosts)
     return sorted(best.values(), key=lambda one: one.bound_seconds)
 
 
 def given_grouping(
-    estimates: Estimates, count: int, ends: tuple[int, ...], devices: tuple[tuple[int, ...], ...]
+    estimates: Estimates, count: int, ends: tuple[int, ...], places: Sequence[tuple[int, ...]]
 ) -> Grouping | None:
-    """The grouping of given stages with its bound; None where a stage exceeds the budget."""
-    tables = _Tables(estimates, count)
-    runs = list(zip(pairwise((0, *ends)), map(len, devices), strict=True))
-    for behind, ((start, end), size) in enumerate(reversed(runs), start=1):
-        if not tables.fits(size, behind)[start, end]:
+    """The grouping of given stages, at places of the order, with its bound; None where a stage exceeds the budget."""
+    tables, order = _Tables(estimates, count), estimates.order
+    parts = [order.parts[run[0], len(run)] for run in places]
+    runs = list(zip(pairwise((0, *ends)), parts, strict=True))
+    for behind, ((start, end), part) in enumerate(reversed(runs), start=1):
+        if not tables.fits(part, behind)[start, end]:
             return None
-    seconds = [float(tables.seconds[size][run]) for run, size in runs]
+    seconds = [float(tables.seconds[part][run]) for run, part in runs]
     crossing = sum(
         float(tables.crossing_seconds(source, target)[end])
-        for (source, target), end in zip(pairwise(devices), ends, strict=False)
+        for (source, target), end in zip(pairwise(places), ends, strict=False)
     )
-    return Grouping(count, ends, devices, sum(seconds) + crossing + (count - 1) * max(seconds))
+    bound = sum(seconds) + crossing + (count - 1) * max(seconds)
+    return Grouping(count, ends, tuple(map(order.devices, places)), bound, hosts=order.hosts)
 
 
 def shared_grouping(
     estimates: Estimates, count: int, homes: tuple[int, ...], meshes: Sequence[tuple[int, ...]]
 ) -> Grouping | None:
-    """The grouping of stages at given homes, each on the devices of one of the meshes, whose slowest stage is fastest.
+    """The grouping of stages at given homes, each at the places of one of the meshes, whose slowest stage is fastest.
 
     None where there are too few layers, or where state and the residuals of a microbatch on each stage exceed the budget.
     """
-    tables, stages, size = _Tables(estimates, count), len(homes), len(meshes[0])
-    if stages > tables.num_layers or size not in tables.seconds:
+    tables, stages, order = _Tables(estimates, count), len(homes), estimates.order
+    parts = [order.parts.get((mesh[0], len(mesh))) for mesh in meshes]
+    known = [part for part in parts if part is not None]
+    if stages > tables.num_layers or len(known) < len(parts):
         return None
-    seconds, once = tables.seconds[size], tables.once[size]
+    slowest_part = max(known, key=lambda part: float(tables.seconds[part][0, -1]))
+    seconds, once = tables.seconds[slowest_part], tables.once[slowest_part]
     ends = _even_ends(seconds, stages)
     runs = list(pairwise((0, *ends)))
     on_mesh = np.zeros((3, max(homes) + 1))
     for home, (start, end) in zip(homes, runs, strict=True):
         on_mesh[0, home] += seconds[start, end]
         on_mesh[1, home] += once[start, end]
-        on_mesh[2, home] += tables.state[size][start, end] + tables.residual[size][start, end]
+        on_mesh[2, home] += (tables.state[slowest_part] + tables.residual[slowest_part])[start, end]
     if on_mesh[2].max() > estimates.budget_bytes:
         return None
     crossing = sum(
@@ -133,8 +140,8 @@ def shared_grouping(
     slowest = float(on_mesh[0].max())
     bound = float(fill + (count - 1) * slowest + on_mesh[1].max())
     waiting = max(homes) * min(float(seconds[start, end] - once[start, end] / count) for start, end in runs)
-    devices = tuple(meshes[home] for home in homes)
-    return Grouping(count, ends, devices, bound, count * slowest + waiting, homes)
+    devices = tuple(order.devices(meshes[home]) for home in homes)
+    return Grouping(count, ends, devices, bound, count * slowest + waiting, homes, order.hosts)
 
 
 def _even_ends(seconds: np.ndarray, stages: int) -> tuple[int, ...]:
@@ -161,16 +168,17 @@ class _Tables:
     def __init__(self, estimates: Estimates, count: int) -> None:
         self._estimates, self._count = estimates, count
         self.num_layers = estimates.num_layers
-        self.seconds: dict[int, np.ndarray] = {}
-        self.once: dict[int, np.ndarray] = {}
-        self.state: dict[int, np.ndarray] = {}
-        self.residual: dict[int, np.ndarray] = {}
-        for size, costs in estimates.costs.items():
+        self.seconds: dict[Cluster, np.ndarray] = {}
+        self.once: dict[Cluster, np.ndarray] = {}
+        self.state: dict[Cluster, np.ndarray] = {}
+        self.residual: dict[Cluster, np.ndarray] = {}
+        for part in dict.fromkeys(estimates.order.parts.values()):
+            costs = estimates.costs[part]
             each, once = _runs(costs.microbatch_seconds(count)), _runs(costs.once_seconds)
-            self.seconds[size] = each + once / count
-            self.once[size] = once
-            self.state[size] = _runs(costs.state_bytes)
-            self.residual[size] = _runs(costs.residual_bytes_of(count))
+            self.seconds[part] = each + once / count
+            self.once[part] = once
+            self.state[part] = _runs(costs.state_bytes)
+            self.residual[part] = _runs(costs.residual_bytes_of(count))
         first = next(iter(estimates.costs.values()))
         self._bytes = estimates.crossing_bytes * (first.count / count)
 
@@ -184,54 +192,56 @@ class _Tables:
         yield from map(float, values)
 
     def crossing_seconds(self, source: Sequence[int], target: Sequence[int]) -> np.ndarray:
-        """Of what crosses before each layer from the devices of one stage to those of the next."""
-        cluster, size = self._estimates.cluster, len(source)
-        if source[-1] // cluster.devices_per_host != target[0] // cluster.devices_per_host:
-            link, ways = cluster.network_link, max(1, size // cluster.devices_per_host)
+        """Of what crosses before each layer from the places of one stage to those of the next."""
+        cluster, size = self._estimates.order.cluster, len(source)
+        hosts = source[-1] // cluster.devices_per_host, target[0] // cluster.devices_per_host
+        if hosts[0] != hosts[1]:
+            link, ways = cluster.link_between(*hosts), max(1, size // cluster.devices_per_host)
         else:
             link, ways = cluster.local_link, size
         return 2 * link.latency_seconds + self._bytes / (link.bytes_per_second * ways)
 
     def solve(self, guess: float) -> list[tuple[float, tuple[int, ...], tuple[tuple[int, ...], ...]]]:
         """For each number of stages: seconds, ends, devices of the best grouping whose stages take at most ``guess``."""
-        cluster, layers = self._estimates.cluster, self.num_layers
+        order, layers = self._estimates.order, self.num_layers
         done = np.where(np.arange(layers + 1) == layers, 0.0, np.inf)
-        before = {end: [(end, done)] for end in last_ends(cluster)}
+        before = {end: [(end, done)] for end in last_ends(order.cluster)}
+        sizes = sorted({size for _, size in order.parts})
         choice: list[dict[int, _Choice]] = []
         found: list[tuple[float, tuple[int, ...], tuple[tuple[int, ...], ...]]] = []
         for last in range(1, self._estimates.most_stages + 1):
-            allowed = {size: self._allowed(size, last, guess) for size in self.seconds}
+            allowed = {part: self._allowed(part, last, guess) for part in self.seconds}
             picked: dict[int, _Choice] = {}
             for end, following in before.items():
-                for (next_start, rest), (size, seconds) in itertools.product(following, allowed.items()):
+                for (next_start, rest), size in itertools.product(following, sizes):
                     start = end - size
-                    if start < 0 or not fits_hosts(start, size, cluster):
+                    if (part := order.parts.get((start, size))) is None:
                         continue
                     after = rest if last == 1 else rest + self._passage(start, end, next_start)
                     if start not in picked:
                         picked[start] = _Choice(layers)
-                    picked[start].offer(seconds + after[None, :], size, next_start)
+                    picked[start].offer(allowed[part] + after[None, :], size, next_start)
             choice.append(picked)
             before = {}
             for start, best in picked.items():
-                for end in ends_before(start, cluster):
+                for end in ends_before(start, order.cluster):
                     before.setdefault(end, []).append((start, best.seconds))
             total_seconds = float(picked[0].seconds[0]) if 0 in picked else float("inf")
-            ends, devices = _read_back(choice, last) if np.isfinite(total_seconds) else ((), ())
-            found.append((total_seconds, ends, devices))
+            ends, places = _read_back(choice, last) if np.isfinite(total_seconds) else ((), ())
+            found.append((total_seconds, ends, tuple(map(order.devices, places))))
         return found
 
     def _passage(self, start: int, end: int, next_start: int) -> np.ndarray:
         return self.crossing_seconds(range(start, end), (next_start,))
 
-    def _allowed(self, size: int, from_end: int, guess: float) -> np.ndarray:
-        is_fast = self.seconds[size] <= guess * (1 + 1e-9)
-        return np.where(is_fast & self.fits(size, from_end), self.seconds[size], np.inf)
+    def _allowed(self, part: Cluster, from_end: int, guess: float) -> np.ndarray:
+        is_fast = self.seconds[part] <= guess * (1 + 1e-9)
+        return np.where(is_fast & self.fits(part, from_end), self.seconds[part], np.inf)
 
-    def fits(self, size: int, from_end: int) -> np.ndarray:
+    def fits(self, part: Cluster, from_end: int) -> np.ndarray:
         """Of which runs a stage, so many from the last, keeps the budget."""
         in_flight = min(self._count, from_end)
-        held: np.ndarray = self.state[size] + in_flight * self.residual[size] <= self._estimates.budget_bytes
+        held: np.ndarray = self.state[part] + in_flight * self.residual[part] <= self._estimates.budget_bytes
         return held
 
 
@@ -254,16 +264,16 @@ class _Choice:
 def _read_back(
     choice: Sequence[Mapping[int, _Choice]], stages: int
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Ends and devices of so many stages, the first of which begins with the first layer and the first device."""
+    """Ends and places of so many stages, the first of which begins with the first layer and the first device."""
     layer, start = 0, 0
     ends: list[int] = []
-    devices: list[tuple[int, ...]] = []
+    places: list[tuple[int, ...]] = []
     for number in range(stages - 1, -1, -1):
         best = choice[number][start]
-        devices.append(tuple(range(start, start + int(best.size[layer]))))
+        places.append(tuple(range(start, start + int(best.size[layer]))))
         layer, start = int(best.end[layer]), int(best.next_start[layer])
         ends.append(layer)
-    return tuple(ends), tuple(devices)
+    return tuple(ends), tuple(places)
 
 
 def _runs(each: np.ndarray) -> np.ndarray:

@@ -24,10 +24,10 @@ Runs = tuple[tuple[int, int], ...]
 
 
 def near(
-    ends: Sequence[int], devices: Sequence[tuple[int, ...]], cluster: Cluster
+    ends: Sequence[int], places: Sequence[tuple[int, ...]], cluster: Cluster
 ) -> Iterator[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]]:
-    """Ends of layers and devices of stages of all pipelines of two stages or more that are one move away."""
-    runs = tuple((end - start, len(own)) for (start, end), own in zip(pairwise((0, *ends)), devices, strict=True))
+    """Ends of layers and places of stages of all pipelines of two stages or more that are one move away."""
+    runs = tuple((end - start, len(own)) for (start, end), own in zip(pairwise((0, *ends)), places, strict=True))
     allowed = set(stage_sizes(cluster))
     for other in dict.fromkeys((*_swaps(runs), *_shifts(runs), *_merges(runs), *_splits(runs))):
         sizes = [size for _, size in other]

@@ -19,7 +19,8 @@ gradients of weights apart (ZB-H1), which takes executables of their own, so tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -32,7 +33,7 @@ from autopar.inter_op.layer_costs import LayerCosts, LayerMap, layer_costs, laye
 from autopar.inter_op.layers import layers
 from autopar.inter_op.looped import Looped
 from autopar.inter_op.moves import near
-from autopar.inter_op.sites import largest_packed, may_idle, placed, stage_sizes
+from autopar.inter_op.sites import host_order, host_orders, largest_packed, may_idle, placed, stage_sizes
 from autopar.inter_op.stages import (
     FIRST_PRICE_SHARE,
     LARGE_OPERATORS,
@@ -161,7 +162,7 @@ class _Search:
         self._best: PipelineFound | None = None
         self._grouping: Grouping | None = None
         self._planned: set[tuple[int, tuple[int, ...], tuple[tuple[int, ...], ...], tuple[int, ...] | None]] = set()
-        self._estimates: Estimates | None = None
+        self._estimates: dict[tuple[int, ...], Estimates] = {}
         self._fastest: list[PipelineFound] = []
         self._known_homes: dict[int, tuple[int, ...] | None] = {}
         self._refusal: BudgetError | None = None
@@ -252,12 +253,11 @@ class _Search:
 
     def _dealt(self) -> list[Grouping]:
         """Groupings whose stages share meshes of one size, by their bounds."""
-        estimates, found = self._estimates, []
-        assert estimates is not None
-        for count in self._counts:
+        found = []
+        for estimates, count in itertools.product(self._estimates.values(), self._counts):
             for homes in self._homes(count, estimates.num_layers):
                 num_meshes = max(homes) + 1
-                if num_meshes < len(homes) and (meshes := self._meshes(num_meshes, estimates.cluster)):
+                if num_meshes < len(homes) and (meshes := self._meshes(num_meshes, estimates.order.cluster)):
                     found.append(shared_grouping(estimates, count, homes, meshes))
         return sorted((one for one in found if one is not None), key=lambda one: one.bound_seconds)
 
@@ -328,13 +328,13 @@ class _Search:
 
     def _move_devices(self, grouping: Grouping) -> None:
         """Plan what is near a grouping, on devices that halves do not fill, and may be faster than the best pipeline."""
-        estimates = self._estimates
-        assert estimates is not None
-        if grouping.homes is not None or self._wanted.stage_size is not None or not may_idle(estimates.cluster):
+        estimates = self._estimates[grouping.hosts]
+        order = estimates.order
+        if grouping.homes is not None or self._wanted.stage_size is not None or not may_idle(order.cluster):
             return
-        for ends, devices in near(grouping.ends, grouping.devices, estimates.cluster):
+        for ends, places in near(grouping.ends, tuple(map(order.places, grouping.devices)), order.cluster):
             if self._wanted.num_stages in (None, len(ends)):
-                other = given_grouping(estimates, grouping.count, ends, devices)
+                other = given_grouping(estimates, grouping.count, ends, places)
                 if other is not None and other.bound_seconds <= NEARLY * self._enough:
                     self._plan(other)
 
@@ -370,28 +370,32 @@ class _Search:
         planner = self._planner(task.loop.count)
         mapped = layer_map(task.loop, planner.cut(self._layers(task.loop.count)))
         sizes = [wanted.stage_size] if wanted.stage_size else stage_sizes(cluster)
-        costs = self._costs(task, mapped, sizes)
-        most = min(mapped.num_layers, cluster.num_devices // min(costs))
-        estimates = Estimates(cluster, task.budget_bytes, costs, mapped.crossing_bytes, most)
-        self._estimates = estimates
+        message_bytes = float(mapped.crossing_bytes.mean())
+        orders = [host_order(cluster, hosts, sizes) for hosts in host_orders(cluster, message_bytes)]
+        costs = self._costs(task, mapped, dict.fromkeys(part for order in orders for part in order.parts.values()))
+        most = min(mapped.num_layers, cluster.num_devices // min(sizes))
+        self._estimates = {
+            order.hosts: Estimates(order, task.budget_bytes, costs, mapped.crossing_bytes, most) for order in orders
+        }
         if not wanted.may_be_alone:
             return []
-        found = [one for count in self._counts for one in best_groupings(estimates, count)]
+        everywhere = itertools.product(self._estimates.values(), self._counts)
+        found = [one for estimates, count in everywhere for one in best_groupings(estimates, count)]
         if wanted.num_stages is not None:
             found = [one for one in found if len(one.ends) == wanted.num_stages]
         return sorted(found, key=lambda one: one.bound_seconds)
 
-    def _costs(self, task: PipelineTask, mapped: LayerMap, sizes: Sequence[int]) -> Mapping[int, LayerCosts]:
-        """Costs on every number of devices; where the fastest plan would not fit in proportion, of a plan that does."""
+    def _costs(self, task: PipelineTask, mapped: LayerMap, parts: Iterable[Cluster]) -> Mapping[Cluster, LayerCosts]:
+        """Costs on every part of the cluster; where the fastest plan would not fit in proportion, of a plan that does."""
         found = {}
-        for size in sizes:
+        for part in parts:
+            size, prices = part.num_devices, whole_on(task, part)
             task.report_progress(f"pricing layers on {size} devices")
-            cluster, prices = task.cluster.part(range(size)), whole_on(task, size)
             budget_bytes = task.budget_bytes * task.cluster.num_devices / size
             price, before = 0.0, float("inf")
             for _ in range(RISES):
                 priced = prices.cheapest(price)
-                found[size] = costs = layer_costs(task.loop, mapped, priced, cluster)
+                found[part] = costs = layer_costs(task.loop, mapped, priced, part)
                 held = float(costs.state_bytes.sum() + costs.residual_bytes.sum())
                 if held <= budget_bytes or size == 1 or held >= 0.99 * before:
                     break

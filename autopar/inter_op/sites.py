@@ -7,16 +7,102 @@ Of a host of d devices a slice has n of them, and of h hosts a stage has m, wher
 
 so that 3 of 6, 2 + 3 of 5 and 1 + 2 of 3 are stages.  Where a number is no power of two, devices at the end of a host, and
 hosts at the end of the cluster, may be left idle as well: few arrays can be cut by 5 or 7.
+
+Stages follow each other as hosts do, so where hosts are not all alike their order is a choice: all orders of few hosts are looked
+at; of more, the paths that go from each host to the nearest one that is left (Rosenkrantz, Stearns and Lewis, 1977).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from autopar.cluster import Cluster
 
 FEW = 8
 """Of so many devices of a host, or so many hosts, what a share leaves is a share as well."""
+
+ALL_ORDERS = 5
+"""Of so many hosts all orders are looked at."""
+
+MOST_ORDERS = 24
+"""Of so many orders groupings are made, those whose neighbours are linked best."""
+
+
+@dataclass(frozen=True)
+class HostOrder:
+    """The hosts of a cluster in the order in which a pipeline goes through them; ``cluster`` has them so.
+
+    Devices have *places*, from 0 on, in that order.  ``parts`` are, by first place and number of devices of the runs that may
+    make a stage, what each is priced as: a cluster of its own, with all its links as slow as the slowest on its ring.
+    """
+
+    hosts: tuple[int, ...]
+    cluster: Cluster
+    parts: Mapping[tuple[int, int], Cluster]
+
+    def devices(self, places: Iterable[int]) -> tuple[int, ...]:
+        """The devices at these places, ascending."""
+        per_host = self.cluster.devices_per_host
+        return tuple(sorted(self.hosts[place // per_host] * per_host + place % per_host for place in places))
+
+    def places(self, devices: Iterable[int]) -> tuple[int, ...]:
+        """The places of these devices, ascending."""
+        per_host = self.cluster.devices_per_host
+        return tuple(sorted(self.hosts.index(one // per_host) * per_host + one % per_host for one in devices))
+
+
+def host_order(cluster: Cluster, hosts: Sequence[int], sizes: Sequence[int]) -> HostOrder:
+    """The hosts in that order, with runs of these sizes."""
+    ordered = cluster.of_hosts(hosts)
+    known: dict[int, Cluster] = {}
+    parts = {}
+    for start, size in itertools.product(range(cluster.num_devices), sizes):
+        if start + size <= cluster.num_devices and fits_hosts(start, size, cluster):
+            is_alike = not ordered.host_links
+            part = known.get(size) if is_alike else None
+            parts[start, size] = known[size] = part or _priced(ordered.part(range(start, start + size)))
+    return HostOrder(tuple(hosts), ordered, parts)
+
+
+def _priced(part: Cluster) -> Cluster:
+    slowest = part.slowest_link(range(part.hosts))
+    return replace(part, network_link=slowest, host_links={}) if part.host_links else part
+
+
+def host_orders(cluster: Cluster, message_bytes: float) -> list[tuple[int, ...]]:
+    """Orders of the hosts that differ, those first between whose neighbours messages of that size take least."""
+    everyone = tuple(range(cluster.hosts))
+    if not cluster.host_links:
+        return [everyone]
+
+    def seconds(one: int, other: int) -> float:
+        link = cluster.link_between(one, other)
+        return link.latency_seconds + message_bytes / link.bytes_per_second
+
+    orders: Iterable[tuple[int, ...]] = itertools.permutations(everyone)
+    if cluster.hosts > ALL_ORDERS:
+        paths = [_nearest_first(host, everyone, seconds) for host in everyone]
+        orders = [everyone, *paths, *(path[::-1] for path in paths)]
+    different: dict[Hashable, tuple[int, ...]] = {}
+    for order in orders:
+        different.setdefault(_signature(cluster.of_hosts(order)), order)
+    ranked = sorted(different.values(), key=lambda order: sum(itertools.starmap(seconds, pairwise(order))))
+    return ranked[:MOST_ORDERS]
+
+
+def _signature(ordered: Cluster) -> Hashable:
+    return tuple(ordered.host_links.items())
+
+
+def _nearest_first(first: int, hosts: Sequence[int], seconds: Callable[[int, int], float]) -> tuple[int, ...]:
+    path, left = [first], [host for host in hosts if host != first]
+    while left:
+        path.append(min(left, key=lambda host: seconds(path[-1], host)))
+        left.remove(path[-1])
+    return tuple(path)
 
 
 def stage_sizes(cluster: Cluster) -> list[int]:

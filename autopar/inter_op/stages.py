@@ -421,9 +421,8 @@ def leaves_of(program: StageProgram, graph: Graph) -> dict[int, int]:
     return {value: end.position for value, end in zip(graph.inputs, program.inputs, strict=True) if end.position >= 0}
 
 
-def whole_on(task: PipelineTask, size: int) -> Prices:
-    """The whole looped step on the first ``size`` devices alone, for prices of memory."""
-    cluster = task.cluster.part(range(size))
+def whole_on(task: PipelineTask, cluster: Cluster) -> Prices:
+    """The whole looped step on a part of the task's cluster alone, for prices of memory."""
     graph = task.loop.graph
     return Prices(
         Task(
