@@ -1,6 +1,6 @@
 """What the hardware is: devices, hosts and the links between them.
 
-A cluster is ``hosts`` equal hosts of ``devices_per_host`` equal devices.  Device ``d`` lives on host
+A cluster is ``hosts`` hosts of ``devices_per_host`` equal devices.  Device ``d`` lives on host
 ``d // devices_per_host``.  Two link levels join them: the *local* link inside a host and the *network* link
 between hosts.  A link is described by the α-β model (Hockney, 1994): a message of ``n`` bytes takes
 
@@ -12,6 +12,9 @@ uses link number ``(d mod devices_per_host) // shared_by`` of its host.
 
 Between single hosts links may be others (``host_links``).  A host then has cards that carry as much as the fastest of its links,
 and to one host as much as the link to it: α and β of a pair are what a message between these hosts finds.
+
+Hosts may have devices of another kind (``host_devices``).  A program on all devices is then as slow as on the slowest kind, and
+has the memory of the kind with the least: all wait for each other.
 
 A cluster may carry a :class:`~autopar.profile.Profile`: what was measured then goes before α, β and FLOP/s.
 
@@ -215,6 +218,8 @@ class Cluster:
     """Whether this process is one of several that run the same script, each on a host of the cluster."""
     host_links: Mapping[tuple[int, int], Link] = field(default_factory=dict, kw_only=True)
     """By pairs of hosts, the link between them where it is another than ``network_link``, both ways."""
+    host_devices: Mapping[int, DeviceKind] = field(default_factory=dict, kw_only=True)
+    """By hosts, the kind of their devices where it is another than ``device``."""
 
     def __post_init__(self) -> None:
         for count in ("hosts", "devices_per_host", "compute_shared_by"):
@@ -227,6 +232,33 @@ class Cluster:
                     f"{part} of cluster {self.name!r} is {getattr(self, part)!r}; give a {kind.__name__}"
                 )
         object.__setattr__(self, "host_links", _Frozen(dict(sorted(self._checked_links()))))
+        kinds = dict(sorted(self._checked_kinds()))
+        if len(kinds) == self.hosts and len(set(kinds.values())) == 1:  # then it is the kind of all
+            object.__setattr__(self, "device", kinds[0])
+            kinds = {}
+        object.__setattr__(self, "host_devices", _Frozen(kinds))
+        if self.profile is not None and kinds:
+            raise ClusterError(
+                f"cluster {self.name!r} has devices of several kinds, and a profile is of one; leave it out (profile=None)"
+            )
+
+    def _checked_kinds(self) -> Iterator[tuple[int, DeviceKind]]:
+        """Kinds of devices by host; those that are ``device`` itself are left out."""
+        where = f"host_devices of cluster {self.name!r}"
+        if not isinstance(self.host_devices, Mapping):
+            raise ClusterError(f"{where} is {self.host_devices!r}; give kinds by host: {{2: DeviceKind(...)}}")
+        for host, kind in self.host_devices.items():
+            if type(host) is not int or not 0 <= host < self.hosts:
+                raise ClusterError(f"{where} names host {host!r}; give numbers of 0 to {self.hosts - 1}")
+            if not isinstance(kind, DeviceKind):
+                raise ClusterError(f"{where} is {kind!r} for host {host}; give a DeviceKind")
+            if kind.platform is not self.device.platform:
+                raise ClusterError(
+                    f"{where}: host {host} has devices of {kind.platform.value}, and device is of {self.device.platform.value}; "
+                    "a step is compiled for one platform"
+                )
+            if kind != self.device:
+                yield host, kind
 
     def _checked_links(self) -> Iterator[tuple[tuple[int, int], Link]]:
         """Links between hosts, each pair in ascending order; those that are ``network_link`` itself are left out."""
@@ -271,18 +303,33 @@ class Cluster:
         return self.hosts * self.devices_per_host
 
     def per_device_flops_per_second(self, dtype: str) -> float:
-        """Dense matrix-product FLOP/s of one device for the dtype when all devices compute at once."""
-        return self.device.dense_flops_per_second(dtype) / self.compute_shared_by
+        """Dense matrix-product FLOP/s of one device, of the slowest kind, for the dtype when all devices compute at once."""
+        rate = self.device.dense_flops_per_second(dtype)
+        if self.host_devices:
+            rate = min(kind.dense_flops_per_second(dtype) for kind in self.kinds)
+        return rate / self.compute_shared_by
 
     @property
     def per_device_memory_bytes(self) -> int:
-        """Bytes that one device's part of a program may use."""
-        return self.device.memory_bytes // self.compute_shared_by
+        """Bytes that one device's part of a program may use, of the kind with the least."""
+        return min(kind.memory_bytes for kind in self.kinds) // self.compute_shared_by
 
     @property
     def per_device_memory_bytes_per_second(self) -> float:
-        """Memory bandwidth of one device when all devices use theirs at once."""
-        return self.device.memory_bytes_per_second / self.compute_shared_by
+        """Memory bandwidth of one device, of the slowest kind, when all devices use theirs at once."""
+        rate = self.device.memory_bytes_per_second
+        if self.host_devices:
+            rate = min(kind.memory_bytes_per_second for kind in self.kinds)
+        return rate / self.compute_shared_by
+
+    def kind_of(self, host: int) -> DeviceKind:
+        """The kind of a host's devices."""
+        return self.host_devices.get(host, self.device)
+
+    @property
+    def kinds(self) -> tuple[DeviceKind, ...]:
+        """All kinds of devices, in the order of the hosts."""
+        return tuple(dict.fromkeys(map(self.kind_of, range(self.hosts)))) if self.host_devices else (self.device,)
 
     def link_between(self, host: int, other: int) -> Link:
         """The network link between two hosts."""
@@ -305,7 +352,8 @@ class Cluster:
         """Some of the hosts, or all, in another order: its host k is this one's ``hosts[k]``."""
         place = {host: number for number, host in enumerate(hosts)}
         links = {(place[a], place[b]): link for (a, b), link in self.host_links.items() if a in place and b in place}
-        return dataclasses.replace(self, hosts=len(hosts), host_links=links)
+        kinds = {number: self.kind_of(host) for number, host in enumerate(hosts)} if self.host_devices else {}
+        return dataclasses.replace(self, hosts=len(hosts), host_links=links, host_devices=kinds)
 
     def logical_mesh_shapes(self, max_axes: int = 3) -> list[Mesh]:
         """Every way to lay the devices out as a mesh of 1 to ``max_axes`` (at most 3) axes of size 2 or more.
@@ -323,7 +371,7 @@ class Cluster:
     def replace(self, *, memory_bytes: int | None = None, **changes: Any) -> Cluster:
         """A cluster with other fields, the rest as here: ``cluster.replace(hosts=4, network_link=Link(1e-5, 25e6))``.
 
-        ``memory_bytes`` stands for the field of that name of ``device``, which ``compute_shared_by`` devices share.
+        ``memory_bytes`` stands for the field of that name of all kinds of devices, which ``compute_shared_by`` devices share.
         Raises ``ClusterError`` for a field that clusters do not have.
         """
         known = [one.name for one in dataclasses.fields(self)]
@@ -335,6 +383,10 @@ class Cluster:
         if memory_bytes is not None:
             device = changes.get("device", self.device)
             changes["device"] = dataclasses.replace(device, memory_bytes=memory_bytes)
+            kinds = changes.get("host_devices", self.host_devices)
+            changes["host_devices"] = {
+                host: dataclasses.replace(kind, memory_bytes=memory_bytes) for host, kind in kinds.items()
+            }
         return dataclasses.replace(self, **changes)
 
     def part(self, devices: Sequence[int]) -> Cluster:

@@ -14,7 +14,7 @@ from autopar.files import Header, write_atomically
 
 _FILE_FORMAT = "autopar-cluster"
 _FILE_VERSION = 2
-_READ_VERSIONS = (1, 2)  # the first has no ``host_links``
+_READ_VERSIONS = (1, 2)  # the first knows no differences between hosts
 _Made = TypeVar("_Made")
 
 
@@ -39,6 +39,11 @@ class _Device(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     source: str = ""
 
 
+class _HostDevice(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    host: int
+    device: _Device
+
+
 class _Cluster(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     name: str
     hosts: int
@@ -49,6 +54,7 @@ class _Cluster(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     compute_shared_by: int = 1
     notes: str = ""
     host_links: tuple[_HostLink, ...] = ()
+    host_devices: tuple[_HostDevice, ...] = ()
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -86,30 +92,36 @@ def read_cluster(path: Path) -> Cluster:
 
 def write_cluster(cluster: Cluster, path: Path) -> None:
     """Write the cluster; reading it back gives an equal one.  Raises ``ClusterError`` if the file cannot be written."""
-    device = cluster.device
     stored = _Cluster(
         name=cluster.name,
         hosts=cluster.hosts,
         devices_per_host=cluster.devices_per_host,
-        device=_Device(
-            name=device.name,
-            platform=device.platform,
-            flops_per_second=dict(device.flops_per_second),
-            memory_bytes=device.memory_bytes,
-            memory_bytes_per_second=device.memory_bytes_per_second,
-            source=device.source,
-        ),
+        device=_from_kind(cluster.device),
         local_link=_from_link(cluster.local_link),
         network_link=_from_link(cluster.network_link),
         compute_shared_by=cluster.compute_shared_by,
         notes=cluster.notes,
         host_links=tuple(_HostLink(hosts=pair, link=_from_link(link)) for pair, link in cluster.host_links.items()),
+        host_devices=tuple(
+            _HostDevice(host=host, device=_from_kind(kind)) for host, kind in cluster.host_devices.items()
+        ),
     )
     data = msgspec.json.encode(_File(format=_FILE_FORMAT, version=_FILE_VERSION, cluster=stored))
     try:
         write_atomically(path, msgspec.json.format(data, indent=2) + b"\n")
     except OSError as error:
         raise ClusterError(f"cannot write cluster file {path}: {error.strerror or error}; check the path") from error
+
+
+def _from_kind(kind: DeviceKind) -> _Device:
+    return _Device(
+        name=kind.name,
+        platform=kind.platform,
+        flops_per_second=dict(kind.flops_per_second),
+        memory_bytes=kind.memory_bytes,
+        memory_bytes_per_second=kind.memory_bytes_per_second,
+        source=kind.source,
+    )
 
 
 def _from_link(link: Link) -> _Link:
@@ -132,6 +144,13 @@ def _to_cluster(path: Path, stored: _Cluster) -> Cluster:
             raise ClusterError(f"{place}: the hosts {list(one.hosts)} stand there twice; keep one of them")
         links[one.hosts] = _checked(f"{place}.link", Link, msgspec.structs.asdict(one.link))
     fields["host_links"] = links
+    kinds: dict[int, object] = {}
+    for number, entry in enumerate(stored.host_devices):
+        place = f"{path}: $.cluster.host_devices[{number}]"
+        if entry.host in kinds:
+            raise ClusterError(f"{place}: the host {entry.host} stands there twice; keep one of them")
+        kinds[entry.host] = _checked(f"{place}.device", DeviceKind, msgspec.structs.asdict(entry.device))
+    fields["host_devices"] = kinds
     return _checked(f"{path}: $.cluster", Cluster, fields)
 
 

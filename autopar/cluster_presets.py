@@ -26,7 +26,7 @@ from autopar.cluster import Cluster, DeviceKind, Link, Platform
 from autopar.errors import ClusterError
 from autopar.profile import Profile
 from autopar.profile_file import find_profile
-from autopar.ray_hosts import RayHosts
+from autopar.ray_hosts import RayHosts, RayNode
 
 TERA = 1e12
 GIGA = 1e9
@@ -374,7 +374,8 @@ def _accelerator_cluster(kind: str, devices: Sequence[Any], hosts: int, this_pro
 def ray_cluster(found: RayHosts) -> Cluster:
     """The hosts of a Ray cluster as a cluster: GPUs by the preset of Ray's name of them, else virtual CPU devices.
 
-    Several hosts on one node share its cores and its memory.  Raises ``ClusterError`` for GPUs without figures.
+    Where hosts have GPUs of several kinds, links are those of the slowest.  Several hosts on one node share its cores and its
+    memory.  Raises ``ClusterError`` for GPUs without figures.
     """
     first, hosts = found.nodes[0], len(found.nodes)
     if not first.gpus:
@@ -383,17 +384,31 @@ def ray_cluster(found: RayHosts) -> Cluster:
         cluster = _cpu_cluster(hosts, found.devices_per_host, cores)
         cluster = replace(cluster, name="ray cpu", compute_shared_by=found.devices_per_host * per_node)
     else:
-        kinds = {preset.cluster.device.name.split("-")[0].lower(): preset for preset in PRESETS}
-        preset = kinds.get(first.accelerator.lower())
-        if preset is None:
-            raise ClusterError(
-                f"no figures for GPUs that Ray calls {first.accelerator!r} (known: {', '.join(sorted(kinds))}); start Ray with "
-                "--resources or describe the cluster in a file, and say Cluster.from_file(path).on_ray(address)"
-            )
-        cluster = preset.cluster.replace(
-            name=f"ray {preset.cluster.device.name}", hosts=hosts, devices_per_host=found.devices_per_host
+        presets = [_preset_of_node(node) for node in found.nodes]
+        cluster = presets[0].cluster.replace(
+            name=f"ray {presets[0].cluster.device.name}",
+            hosts=hosts,
+            devices_per_host=found.devices_per_host,
+            local_link=min((one.cluster.local_link for one in presets), key=_bytes_per_second_each),
+            network_link=min((one.cluster.network_link for one in presets), key=_bytes_per_second_each),
+            host_devices={host: one.cluster.device for host, one in enumerate(presets)},
         )
     return replace(cluster, runs_on=found)
+
+
+def _bytes_per_second_each(link: Link) -> float:
+    return link.bytes_per_second / link.shared_by
+
+
+def _preset_of_node(node: RayNode) -> Preset:
+    kinds = {preset.cluster.device.name.split("-")[0].lower(): preset for preset in PRESETS}
+    preset = kinds.get(node.accelerator.lower())
+    if preset is None:
+        raise ClusterError(
+            f"no figures for GPUs that Ray calls {node.accelerator!r} (known: {', '.join(sorted(kinds))}); start Ray with "
+            "--resources or describe the cluster in a file, and say Cluster.from_file(path).on_ray(address)"
+        )
+    return preset
 
 
 def _cpu_cluster(hosts: int, devices_per_host: int, cores: int | None = None) -> Cluster:

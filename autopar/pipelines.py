@@ -176,6 +176,10 @@ def may_be_pipeline(subject: Subjected, cluster: Cluster, demands: Demands, whol
         return False
     if cluster.hosts == 1 and cluster.compute_shared_by > 1:
         return False
+    if cluster.host_devices:
+        return (
+            True  # on one mesh the faster devices wait for the slower ones, which a prediction does not tell from work
+        )
     return whole is None or useful_seconds(subject, cluster, whole) < (1 - WORTH_SHARE) * whole.step_seconds
 
 
@@ -329,6 +333,16 @@ def pipeline_task(
         solver_seconds=demands.solver_seconds,
         report_progress=report_progress,
         demands=_StageDemands(subject, demands),
+        budget_by_host=_budget_by_host(cluster, demands),
+    )
+
+
+def _budget_by_host(cluster: Cluster, demands: Demands) -> tuple[float, ...]:
+    """Bytes of a device of each host, where these are of several kinds and the user names no budget."""
+    if demands.memory_per_device is not None or not cluster.host_devices:
+        return ()
+    return tuple(
+        float(cluster.kind_of(host).memory_bytes // cluster.compute_shared_by) for host in range(cluster.hosts)
     )
 
 

@@ -126,8 +126,7 @@ def make_plan(
         whole: tuple[Subjected, Plan, Found] | None = planner.on_one_mesh()
     except BudgetError as error:
         whole, refusal = None, error
-    if whole is not None:
-        whole = planner.or_on_fewer(whole)
+    whole = planner.or_on_fewer(whole)
     found = planner.or_pipeline(whole)
     if found is None:
         assert refusal is not None
@@ -190,21 +189,21 @@ class _Planner:
                     break
         return self._or_by_hand(search.result())
 
-    def or_on_fewer(self, whole: tuple[Subjected, Plan, Found]) -> tuple[Subjected, Plan, Found]:
-        """The plan on all devices, or one on fewer of them where arrays are cut by their number and by that of all are not."""
+    def or_on_fewer(self, whole: tuple[Subjected, Plan, Found] | None) -> tuple[Subjected, Plan, Found] | None:
+        """The plan on all devices, or one on fewer: where arrays are cut by their number alone, or they are of a better kind."""
         subject, cluster, demands = self.subject, self.cluster, self.demands
         if cluster.is_distributed or demands.like is not None or not leaves_layouts_open(subject, demands):
             return whole
         best = whole
         for devices in fewer_devices(cluster, subject.roles.batch_size):
-            if useful_seconds(subject, cluster, whole[1]) * cluster.num_devices >= len(devices) * best[1].step_seconds:
-                continue  # so few would take longer even if they did nothing but what is of use
+            if not cluster.host_devices and (best is None or _needs_all(subject, cluster, best[1], len(devices))):
+                continue
             part = cluster.part(devices)
             try:
                 rival = _Planner(subject, part, demands, self._report_progress, self._forms).on_one_mesh()
             except BudgetError:
                 continue
-            if rival[1].step_seconds < best[1].step_seconds:
+            if best is None or rival[1].step_seconds < best[1].step_seconds:
                 best = _on_devices(rival, devices, cluster)
         return best
 
@@ -296,6 +295,12 @@ class _Planner:
             report_progress=self._report_progress,
             separate=frozenset(wish.value for wish in user.wishes if wish.origin is Origin.CODE),
         )
+
+
+def _needs_all(subject: Subjected, cluster: Cluster, plan: Plan, count: int) -> bool:
+    """Whether so many devices take longer than a plan even if they do nothing but what is of use."""
+    used = len(plan.devices_of(0))
+    return useful_seconds(subject, cluster, plan) * used >= count * plan.step_seconds
 
 
 def _on_devices(

@@ -5,7 +5,7 @@ Nothing of the search is imported.  For every number of microbatches N that a ca
     a grouping     of the layers 1 … L into S consecutive stages, all of them
     devices        the cluster's ids 0 … D−1 in as many consecutive runs: devices of one host (2ᵏ where it has a power of two),
                    or whole hosts; unless both are powers of two, the last devices of hosts, and the last hosts, may be idle;
-                   the hosts in every order where they are not all alike
+                   the hosts in every order where they are not all alike, and a run on hosts of one kind, others idle or not
     mesh shapes    one for each stage, out of all logical shapes of its run
     a schedule     all of them for S > 1; the interleaved one for stages that are dealt round meshes of one size
 
@@ -140,9 +140,10 @@ def device_runs(cluster: Cluster, number: int) -> Iterator[tuple[tuple[int, ...]
     """All ways to take a cluster apart into so many consecutive runs of devices (see the module docstring)."""
     per_host, total = cluster.devices_per_host, cluster.num_devices
     halves_only = per_host in (1, 2, 4, 8)
-    may_idle = not (halves_only and cluster.hosts in (1, 2, 4, 8))
+    may_idle = not (halves_only and cluster.hosts in (1, 2, 4, 8)) or bool(cluster.host_devices)
 
-    orders = list(itertools.permutations(range(cluster.hosts))) if cluster.host_links else [tuple(range(cluster.hosts))]
+    is_uniform = not (cluster.host_links or cluster.host_devices)
+    orders = [tuple(range(cluster.hosts))] if is_uniform else list(itertools.permutations(range(cluster.hosts)))
     seen = set()
 
     def runs_from(start: int, left: int) -> Iterator[tuple[tuple[int, ...], ...]]:
@@ -162,7 +163,8 @@ def device_runs(cluster: Cluster, number: int) -> Iterator[tuple[tuple[int, ...]
 
     for order, runs in itertools.product(orders, list(runs_from(0, number))):
         placed = tuple(tuple(sorted(order[one // per_host] * per_host + one % per_host for one in run)) for run in runs)
-        if placed not in seen:
+        kinds = ({cluster.kind_of(device // per_host) for device in run} for run in placed)
+        if placed not in seen and all(len(own) == 1 for own in kinds):
             seen.add(placed)
             yield placed
 
@@ -174,7 +176,9 @@ def _part(cluster: Cluster, run: tuple[int, ...]) -> Cluster:
         for (one, other), link in cluster.host_links.items()
         if one in hosts and other in hosts
     }
-    return replace(cluster, hosts=len(hosts), devices_per_host=len(run) // len(hosts), host_links=links)
+    kinds = {hosts.index(host): kind for host, kind in cluster.host_devices.items() if host in hosts}
+    per_host = len(run) // len(hosts)
+    return replace(cluster, hosts=len(hosts), devices_per_host=per_host, host_links=links, host_devices=kinds)
 
 
 class _Referee:
@@ -326,6 +330,13 @@ def cluster_of(
     )
 
 
+def with_faster(cluster: Cluster, hosts: tuple[int, ...]) -> Cluster:
+    """The cluster with devices on these hosts that do three times as much."""
+    slow = cluster.device
+    fast = replace(slow, name="fast", flops_per_second={"float32": 3e7}, memory_bytes_per_second=3e9)
+    return replace(cluster, host_devices=dict.fromkeys(hosts, fast))
+
+
 SLOW, MIDDLE, FAST = 3e5, 3e6, 1e9
 """Bytes per second between hosts."""
 
@@ -360,6 +371,13 @@ def cases() -> tuple[Case, ...]:
         near = Link(1e-5, MIDDLE, per_host)
         cluster = replace(cluster_of(hosts, per_host, network=SLOW), host_links=dict.fromkeys(pairs, near))
         found.append(Case(name, lambda: mlp(tapered, 32), four if hosts == 4 else (0, 1, 3), cluster, (4,)))
+    for name, (hosts, per_host), fast_hosts, count in (
+        ("two kinds", (2, 1), (1,), 8),
+        ("two kinds of three", (3, 1), (0, 2), 4),
+        ("two kinds on hosts of two", (2, 2), (1,), 8),
+    ):
+        mixed = with_faster(cluster_of(hosts, per_host, network=MIDDLE, local=SLOW), fast_hosts)
+        found.append(Case(name, lambda: mlp(even, 256), four, mixed, (count,)))
     for number in (5, 6):
         cluster = cluster_of(1, number, network=SLOW, local=SLOW)
         found.append(Case(f"three layers on {number}", lambda: mlp((64, 64, 64, 32), 30), (0, 1, 2), cluster, (2,)))

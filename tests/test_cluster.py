@@ -18,6 +18,7 @@ from autopar import cluster_presets
 from autopar.cluster import Cluster, DeviceKind, Link, Mesh, Platform
 from autopar.cluster_presets import PRESETS, machine_memory_bytes, usable_cores
 from autopar.errors import ClusterError
+from autopar.ray_hosts import RayHosts, RayNode
 
 DEVICE = DeviceKind("toy", Platform.CUDA, {"float32": 1e12, "bfloat16": 4e12}, 1 << 30, 1e11, "made up")
 TOY = Cluster("toy", 2, 4, DEVICE, Link(1e-6, 1e11), Link(1e-5, 1e9, 4, "card"), 2, "notes")
@@ -102,9 +103,53 @@ def test_links_between_hosts(tmp_path: Path) -> None:
     assert hash(pickle.loads(pickle.dumps(cluster))) == hash(cluster)
 
 
+FAST = dataclasses.replace(DEVICE, name="fast", flops_per_second={"float32": 3e12}, memory_bytes=1 << 29)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "message"),
+    [
+        ([FAST], r"host_devices of cluster 'toy' is \[.*; give kinds by host"),
+        ({2: FAST}, r"names host 2; give numbers of 0 to 1"),
+        ({0: "fast"}, r"is 'fast' for host 0; give a DeviceKind"),
+        ({0: dataclasses.replace(FAST, platform=Platform.TPU)}, r"host 0 has devices of tpu, and device is of cuda"),
+    ],
+)
+def test_kinds_of_hosts_are_checked(kinds: Any, message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
+        TOY.replace(host_devices=kinds)
+
+
+def test_two_kinds_of_devices(tmp_path: Path) -> None:
+    cluster = TOY.replace(hosts=3, host_devices={2: FAST, 1: DEVICE})
+    assert dict(cluster.host_devices) == {2: FAST} and cluster.kinds == (DEVICE, FAST)
+    assert [cluster.kind_of(host) for host in range(3)] == [DEVICE, DEVICE, FAST]
+    # Of each figure the least: all devices of a program wait for each other.
+    assert cluster.per_device_flops_per_second("float32") == 5e11
+    assert cluster.per_device_flops_per_second("bfloat16") == 3e12 / 2
+    assert cluster.per_device_memory_bytes == 1 << 28
+    assert cluster.part(range(8, 12)) == TOY.replace(hosts=1, device=FAST)
+    assert cluster.part((0, 1)).device == DEVICE and not cluster.part((0, 1)).host_devices
+    assert [cluster.of_hosts((2, 0, 1)).kind_of(host) for host in range(3)] == [FAST, DEVICE, DEVICE]
+    assert TOY.replace(host_devices={0: FAST, 1: FAST}) == TOY.replace(device=FAST)
+    small = cluster.replace(memory_bytes=1000)
+    assert {kind.memory_bytes for kind in small.kinds} == {1000}
+    cluster.to_file(tmp_path / "cluster.json")
+    assert Cluster.from_file(tmp_path / "cluster.json") == cluster
+
+
+def test_nodes_of_a_ray_cluster_with_gpus_of_two_kinds() -> None:
+    nodes = tuple(RayNode(str(k), f"10.0.0.{k}", 96.0, 8, name) for k, name in enumerate(("A100", "V100", "A100")))
+    cluster = cluster_presets.ray_cluster(RayHosts("10.0.0.1:6379", nodes, 8))
+    assert [cluster.kind_of(host).name.split("-")[0] for host in range(3)] == ["A100", "V100", "A100"]
+    assert cluster.network_link.shared_by == 8 and cluster.local_link == Cluster.preset("p3dn.24xlarge").local_link
+    alike = cluster_presets.ray_cluster(RayHosts("10.0.0.1:6379", nodes[::2], 8))
+    assert not alike.host_devices and alike.device == cluster.kind_of(0)
+
+
 def test_files_of_the_first_version_are_read(tmp_path: Path) -> None:
     path, content = stored(tmp_path)
-    del content["cluster"]["host_links"]
+    del content["cluster"]["host_links"], content["cluster"]["host_devices"]
     path.write_text(json.dumps(content | {"version": 1}))
     assert Cluster.from_file(path) == TOY
 
@@ -441,6 +486,7 @@ def test_numbers_that_are_none(literal: str, tmp_path: Path) -> None:
             [{"hosts": [0, 1], "link": LINK}] * 2,
             r"host_links\[1\]: the hosts \[0, 1\] stand there twice",
         ),
+        (("cluster", "host_devices"), [{"host": 0}], r"missing required field `device`.*host_devices\[0\]"),
         (
             ("cluster", "host_links"),
             [{"hosts": [0, 1], "link": LINK | {"bytes_per_second": 0.0}}],

@@ -25,7 +25,17 @@ ALIKE_SHARE = 0.95
 
 CASES = {case.name: case for case in cases()}
 SLOW, FAST, BUDGET = "two hosts of one, slow", "two hosts of one, fast", "budget 120000"
-DEFAULT = (SLOW, FAST, BUDGET, "1 × 3 devices", "3 × 1 devices", "three layers on 5", "three layers on 6", "racks")
+DEFAULT = (
+    SLOW,
+    FAST,
+    BUDGET,
+    "1 × 3 devices",
+    "3 × 1 devices",
+    "three layers on 5",
+    "three layers on 6",
+    "racks",
+    "two kinds",
+)
 
 
 @cache

@@ -1,7 +1,8 @@
-"""Clusters as they are: 3, 5 and 6 devices, odd numbers of hosts, links of different speed."""
+"""Clusters as they are: 3, 5 and 6 devices, odd numbers of hosts, links of different speed, two kinds of device."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -19,7 +20,7 @@ from autopar.pipelines import counts_of
 from autopar.plan import Layout
 from autopar.schedule.cross_mesh import Placement
 from benchmarks.models import build
-from tests.pipeline_enumerator import cluster_of
+from tests.pipeline_enumerator import cluster_of, mlp
 from tests.toy_runs import eight_slow_devices, precision, reference, run
 
 EQUAL = 1e-9
@@ -158,12 +159,88 @@ def test_orders_of_hosts() -> None:
     assert {abs(many[0].index(0) - many[0].index(2)), abs(many[0].index(1) - many[0].index(3))} == {1}
 
 
-def test_stages_lie_on_hosts_that_are_near_each_other(tmp_path: Path) -> None:
+def test_the_order_of_hosts_is_in_the_plan(tmp_path: Path) -> None:
     cluster = slow_devices(4, hosts=4).replace(network_link=Link(1e-3, 1e5), host_links=RACKS)
-    plan = check("mlp_nnx", cluster, stages=2)
+    plan = check("mlp_nnx", cluster, stages=[[0, 2], [1, 3]], num_microbatches=2)
     assert [stage.devices for stage in plan.stages] == [(0, 2), (1, 3)]
     plan.save(tmp_path / "plan.json")
     assert autopar.Plan.load(tmp_path / "plan.json") == plan
+    model = build("mlp_nnx", dtype=jnp.float32)
+    free = autopar.parallelize(model.train_step, cluster=cluster, num_microbatches=2)
+    step_seconds = [
+        free.with_options(stages=stages).plan(model.abstract_state(), model.abstract_batch()).step_seconds
+        for stages in (2, [[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 3], [1, 2]])
+    ]
+    assert step_seconds[0] <= min(step_seconds) * (1 + 1e-9)
+
+
+# ------------------------------------------------------------------------------------------------------------ kinds
+
+
+def two_kinds(*, memory_bytes: int = 2**30) -> Cluster:
+    """Two hosts of one device; the second does three times as much, and has so much memory."""
+    cluster = cluster_of(2, 1, network=3e5)
+    fast = replace(
+        cluster.device,
+        name="fast",
+        flops_per_second={"float32": 3e7},
+        memory_bytes_per_second=3e9,
+        memory_bytes=memory_bytes,
+    )
+    return cluster.replace(host_devices={1: fast})
+
+
+def planned(cluster: Cluster, **options: object) -> autopar.PipelineExplanation:
+    """The explanation of eight equal layers, from descriptions only."""
+    model = mlp((64,) * 9, 32)
+    step = autopar.parallelize(model.train_step, cluster=cluster, **options)
+    return autopar.explain(step, model.abstract_state(), model.abstract_batch())
+
+
+def test_the_faster_kind_gets_more_layers() -> None:
+    found = planned(two_kinds())
+    by_kind = {row.kind: row for row in found.stages}
+    assert set(by_kind) == {"slow", "fast"} and [len(row.devices) for row in found.stages] == [1, 1]
+    assert by_kind["fast"].num_operators > 2 * by_kind["slow"].num_operators
+    assert min(row.busy_fraction for row in found.stages) > 0.5
+    assert "1 (fast)" in str(found) and "(1 of slow, 1 of fast)" in str(found)
+
+
+def test_each_kind_keeps_its_own_memory() -> None:
+    free = {row.kind: row for row in planned(two_kinds()).stages}
+    held = free["fast"].peak_bytes
+    lean = planned(two_kinds(memory_bytes=held * 3 // 4))
+    for row in lean.stages:
+        assert row.peak_bytes <= row.budget_bytes == (held * 3 // 4 if row.kind == "fast" else 2**30)
+    assert {row.kind: row.num_operators for row in lean.stages}["fast"] < free["fast"].num_operators
+
+
+def test_one_mesh_is_as_slow_as_the_slower_kind() -> None:
+    model = mlp((64,) * 5, 32)
+    clusters = two_kinds(), two_kinds().replace(host_devices={})
+    plans = [
+        autopar.parallelize(model.train_step, cluster=cluster, method="data_parallel").plan(
+            model.abstract_state(), model.abstract_batch()
+        )
+        for cluster in clusters
+    ]
+    assert plans[0].step_seconds == plans[1].step_seconds
+
+
+def test_hosts_of_the_faster_kind_alone_where_messages_cost_too_much() -> None:
+    model = mlp((64,) * 3, 32)
+    far = two_kinds().replace(network_link=Link(1.0, 1e3))
+    plan = autopar.parallelize(model.train_step, cluster=far).plan(model.abstract_state(), model.abstract_batch())
+    assert [plan.devices_of(number) for number in range(len(plan.stages))] == [(1,)] and plan.num_devices == 2
+
+
+def test_a_pipeline_on_two_kinds_has_the_numbers_of_one_device() -> None:
+    cluster = slow_devices(3, hosts=3)
+    fast = replace(cluster.device, flops_per_second={"float32": 4e8, "float64": 4e8}, memory_bytes_per_second=4e8)
+    mixed = cluster.replace(network_link=Link(1e-3, 1e6), host_devices={0: fast, 2: fast})
+    plan = check("mlp_nnx", mixed, stages=2, num_microbatches=2)
+    kinds = [{device == 1 for device in stage.devices} for stage in plan.stages]
+    assert all(len(own) == 1 for own in kinds)
 
 
 # ------------------------------------------------------------------------------------------------------------ sizes

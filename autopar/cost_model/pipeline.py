@@ -251,7 +251,7 @@ def move_seconds(transfer: CrossMeshTransfer, cluster: Cluster) -> float:
         math.prod(local_shape(transfer.shape, layout, transfer.target.mesh)) * transfer.itemsize_bytes
         for layout in (transfer.landing, transfer.target.layout)
     )
-    copy_seconds = operator_seconds(0.0, 2.0 * local_bytes, "float32", cluster)
+    copy_seconds = operator_seconds(0.0, 2.0 * local_bytes, "float32", cluster.part(transfer.target.devices))
     return _call_seconds(cluster) + copy_seconds + finishing_seconds(transfer, cluster)
 
 

@@ -163,10 +163,10 @@ def _explained(case: _Case) -> Explanation | PipelineExplanation:
 def _pipeline_explanation(case: _Case) -> PipelineExplanation:
     plan, subject = case.plan, case.subject
     account = case.step.account(subject, plan, case.cluster)
-    stages = stage_rows(account)
+    stages = stage_rows(account, case.cluster, case.step.demands.memory_per_device)
     leaves = leaves_on_stages(account, subject)
     single = _opponent(case, WITHOUT_PIPELINE)
-    budget = float(case.step.demands.memory_per_device or case.cluster.per_device_memory_bytes)
+    budget = max(stages, key=lambda row: row.peak_bytes / row.budget_bytes).budget_bytes
     steps = case.ran.step_seconds if case.ran is not None else []
     positions = range(len(leaves))
     return PipelineExplanation(
@@ -175,7 +175,7 @@ def _pipeline_explanation(case: _Case) -> PipelineExplanation:
         hardware=_hardware(case.cluster, plan),
         num_devices=plan.num_devices,
         method=plan.method,
-        verdict=pipeline_verdict(plan, stages, account.simulation.step_seconds, single, budget),
+        verdict=pipeline_verdict(plan, stages, account.simulation.step_seconds, single),
         schedule=plan.schedule.value,
         num_microbatches=plan.num_microbatches,
         microbatch_size=(subject.roles.batch_size or 0) // plan.num_microbatches,
@@ -227,7 +227,7 @@ def _explanation(case: _Case) -> Explanation:
         whys = _whys(case, case.found, leaves, groups)
     methods = tuple(_opponent(case, name) for name in case.step.opponents)
     worth = REPEATED_SHARE * prediction.step_seconds
-    budget = float(case.step.demands.memory_per_device or case.cluster.per_device_memory_bytes)
+    budget = float(case.step.demands.memory_per_device or case.place.per_device_memory_bytes)
     return Explanation(
         function=case.step.__name__,
         cluster=case.cluster.name,
@@ -279,10 +279,16 @@ def _hardware(cluster: Cluster, plan: Plan) -> str:
     shared = (
         f", {cluster.compute_shared_by} of them sharing one device's compute" if cluster.compute_shared_by > 1 else ""
     )
+    kinds = [cluster.kind_of(host).name for host in range(cluster.hosts)]
+    if len(cluster.kinds) > 1:
+        each = ", ".join(f"{kinds.count(name)} of {name}" for name in dict.fromkeys(kinds))
+        hosts, name = f"{hosts} devices", f"({each})"
+    else:
+        name = cluster.device.name
     linked = ", linked differently" if cluster.host_links else ""
     used = len({device for number in range(len(plan.stages)) for device in plan.devices_of(number)})
     idle = f", {used} of {cluster.num_devices} in use" if used < cluster.num_devices else ""
-    return f"{hosts} {cluster.device.name}{shared}{linked}{idle}"
+    return f"{hosts} {name}{shared}{linked}{idle}"
 
 
 def _time(prediction: Prediction) -> Time:

@@ -42,7 +42,7 @@ class StageRow:
     ``first`` and ``last`` name the ends of its run of ``num_operators`` operators of the forward pass.  ``before_seconds`` and
     ``update_seconds`` are of what runs once in a step.  Bytes are of one device: ``state_bytes`` of what it is given once in a
     step (state and batch), ``peak_bytes`` at its fullest moment.  That and ``busy_fraction`` are of all stages of the mesh.
-    ``in_flight`` microbatches keep residuals at once.
+    ``in_flight`` microbatches keep residuals at once.  ``kind`` is that of its devices, on a cluster of several.
     """
 
     number: int
@@ -61,6 +61,8 @@ class StageRow:
     in_flight: int
     state_bytes: int
     peak_bytes: int
+    budget_bytes: float
+    kind: str = ""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def _stage_tables(e: PipelineExplanation) -> Iterator[RenderableType]:
     for row in e.stages:
         span = row.first if row.first == row.last else f"{row.first} …\n{row.last}"
         operators = "1 operator" if row.num_operators == 1 else f"{row.num_operators} operators"
-        devices = ", ".join(map(str, row.devices))
+        devices = ", ".join(map(str, row.devices)) + (f" ({row.kind})" if row.kind else "")
         axes = axes_text(row.axes_in_use) or "none"
         what.add_row(str(row.number), f"{span}, {operators}", devices, str(row.mesh), axes)
     yield what
@@ -70,7 +70,7 @@ def _stage_tables(e: PipelineExplanation) -> Iterator[RenderableType]:
             str(row.in_flight),
             bytes_text(row.state_bytes),
             bytes_text(row.peak_bytes),
-            share(row.peak_bytes, e.budget_bytes),
+            share(row.peak_bytes, row.budget_bytes),
         )
     cost.add_row("budget", *[""] * 7, bytes_text(e.budget_bytes), "", style="dim")
     yield cost
@@ -186,7 +186,7 @@ def _layout_table(e: PipelineExplanation) -> RenderableType:
 
 def _method_table(e: PipelineExplanation) -> RenderableType:
     meshes = " | ".join(dict.fromkeys(str(row.mesh) for row in e.stages))
-    fits = e.bytes_per_device <= e.budget_bytes
+    fits = all(row.peak_bytes <= row.budget_bytes for row in e.stages)
     plan = MethodTotals(f"▸ {e.method}", meshes, e.step_seconds, None, None, e.bytes_per_device, fits)
     return totals_table(plan, e.step_seconds, e.methods)
 

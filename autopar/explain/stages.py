@@ -36,8 +36,8 @@ _WORK = {
 # ---------------------------------------------------------------------------------------------------------------- stages
 
 
-def stage_rows(account: PipelineAccount) -> tuple[StageRow, ...]:
-    """One row for every stage, in order."""
+def stage_rows(account: PipelineAccount, cluster: Cluster, memory_per_device: float | None) -> tuple[StageRow, ...]:
+    """One row for every stage, in order; ``memory_per_device`` is the user's budget, if there is one."""
     pipeline, simulation = account.whole.pipeline, account.simulation
     order = pipeline.order
     seconds: dict[tuple[int, Part], float] = defaultdict(float)
@@ -46,6 +46,7 @@ def stage_rows(account: PipelineAccount) -> tuple[StageRow, ...]:
     rows = []
     for number, (lowering, cost) in enumerate(zip(pipeline.stages, account.costs, strict=True)):
         mesh, operators = pipeline.homes[number], account.forward[number]
+        place = cluster.part(lowering.stage.devices)
         rows.append(
             StageRow(
                 number=number + 1,
@@ -64,6 +65,8 @@ def stage_rows(account: PipelineAccount) -> tuple[StageRow, ...]:
                 in_flight=in_flight(order, number),
                 state_bytes=cost.state_bytes,
                 peak_bytes=int(simulation.peak_bytes[mesh]),
+                budget_bytes=float(memory_per_device or place.per_device_memory_bytes),
+                kind=place.device.name if cluster.host_devices else "",
             )
         )
     return tuple(rows)

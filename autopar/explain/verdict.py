@@ -40,15 +40,14 @@ def verdict_text(plan: Plan, leaves: Sequence[Leaf], methods: Sequence[MethodTot
     return sentence[0].upper() + sentence[1:].rstrip()
 
 
-def pipeline_verdict(
-    plan: Plan, stages: Sequence[StageRow], step_seconds: float, single: MethodTotals, budget_bytes: float
-) -> str:
+def pipeline_verdict(plan: Plan, stages: Sequence[StageRow], step_seconds: float, single: MethodTotals) -> str:
     """How the devices share the model, what a step costs, and what the best plan without a pipeline would cost."""
     parts = [f"{row.first} … {row.last} on {len(row.devices)} devices ({row.mesh})" for row in stages[:MOST_STAGES]]
     if len(stages) > MOST_STAGES:
         parts.append(f"{len(stages) - MOST_STAGES} more stages")
     busy = [row.busy_fraction for row in stages]
-    held = max(row.peak_bytes for row in stages)
+    fullest = max(stages, key=lambda row: row.peak_bytes / row.budget_bytes)
+    held, budget_bytes = fullest.peak_bytes, fullest.budget_bytes
     sentence = (
         f"{'; '.join(parts)}. {seconds_text(step_seconds)} a step predicted, in which stages work {min(busy):.0%} to "
         f"{max(busy):.0%} of the time; {bytes_text(held)} of {bytes_text(budget_bytes)} a device "

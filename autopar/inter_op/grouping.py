@@ -60,10 +60,12 @@ class Grouping:
 
 @dataclass(frozen=True)
 class Estimates:
-    """What a grouping is made from: costs by parts of the cluster, bytes that cross before each layer for N₀ microbatches."""
+    """What a grouping is made from: costs and what a device may hold by parts of the cluster, and bytes that cross before
+    each layer for N₀ microbatches.
+    """
 
     order: HostOrder
-    budget_bytes: float
+    budgets: Mapping[Cluster, float]
     costs: Mapping[Cluster, LayerCosts]
     crossing_bytes: np.ndarray
     most_stages: int
@@ -92,9 +94,11 @@ def best_groupings(estimates: Estimates, count: int) -> list[Grouping]:
 def given_grouping(
     estimates: Estimates, count: int, ends: tuple[int, ...], places: Sequence[tuple[int, ...]]
 ) -> Grouping | None:
-    """The grouping of given stages, at places of the order, with its bound; None where a stage exceeds the budget."""
+    """The grouping of given stages, at places of the order, with its bound; None where one exceeds the budget, or is none."""
     tables, order = _Tables(estimates, count), estimates.order
-    parts = [order.parts[run[0], len(run)] for run in places]
+    parts = [part for run in places if (part := order.parts.get((run[0], len(run)))) is not None]
+    if len(parts) < len(places):
+        return None
     runs = list(zip(pairwise((0, *ends)), parts, strict=True))
     for behind, ((start, end), part) in enumerate(reversed(runs), start=1):
         if not tables.fits(part, behind)[start, end]:
@@ -113,7 +117,8 @@ def shared_grouping(
 ) -> Grouping | None:
     """The grouping of stages at given homes, each at the places of one of the meshes, whose slowest stage is fastest.
 
-    None where there are too few layers, or where state and the residuals of a microbatch on each stage exceed the budget.
+    Where meshes are not alike all are taken for the slowest.  None where there are too few layers, or where state and the
+    residuals of a microbatch on each stage exceed the budget.
     """
     tables, stages, order = _Tables(estimates, count), len(homes), estimates.order
     parts = [order.parts.get((mesh[0], len(mesh))) for mesh in meshes]
@@ -129,7 +134,7 @@ def shared_grouping(
         on_mesh[0, home] += seconds[start, end]
         on_mesh[1, home] += once[start, end]
         on_mesh[2, home] += (tables.state[slowest_part] + tables.residual[slowest_part])[start, end]
-    if on_mesh[2].max() > estimates.budget_bytes:
+    if on_mesh[2].max() > min(estimates.budgets[part] for part in known):
         return None
     crossing = sum(
         tables.crossing_seconds(*sorted((meshes[homes[at]], meshes[homes[at + 1]])))[end]
@@ -241,7 +246,7 @@ class _Tables:
     def fits(self, part: Cluster, from_end: int) -> np.ndarray:
         """Of which runs a stage, so many from the last, keeps the budget."""
         in_flight = min(self._count, from_end)
-        held: np.ndarray = self.state[part] + in_flight * self.residual[part] <= self._estimates.budget_bytes
+        held: np.ndarray = self.state[part] + in_flight * self.residual[part] <= self._estimates.budgets[part]
         return held
 
 

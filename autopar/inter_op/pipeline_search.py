@@ -375,7 +375,8 @@ class _Search:
         costs = self._costs(task, mapped, dict.fromkeys(part for order in orders for part in order.parts.values()))
         most = min(mapped.num_layers, cluster.num_devices // min(sizes))
         self._estimates = {
-            order.hosts: Estimates(order, task.budget_bytes, costs, mapped.crossing_bytes, most) for order in orders
+            order.hosts: Estimates(order, order.budgets(task.budget_of), costs, mapped.crossing_bytes, most)
+            for order in orders
         }
         if not wanted.may_be_alone:
             return []

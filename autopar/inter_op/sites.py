@@ -8,8 +8,9 @@ Of a host of d devices a slice has n of them, and of h hosts a stage has m, wher
 so that 3 of 6, 2 + 3 of 5 and 1 + 2 of 3 are stages.  Where a number is no power of two, devices at the end of a host, and
 hosts at the end of the cluster, may be left idle as well: few arrays can be cut by 5 or 7.
 
-Stages follow each other as hosts do, so where hosts are not all alike their order is a choice: all orders of few hosts are looked
-at; of more, the paths that go from each host to the nearest one that is left (Rosenkrantz, Stearns and Lewis, 1977).
+Stages follow each other as hosts do, so where hosts are not all alike their order is a choice: all orders of few hosts are
+looked at; of more, the paths that go from each host to the nearest one that is left (Rosenkrantz, Stearns and Lewis, 1977), of
+its own kind first.  A stage has devices of one kind.
 """
 
 from __future__ import annotations
@@ -48,6 +49,10 @@ class HostOrder:
         per_host = self.cluster.devices_per_host
         return tuple(sorted(self.hosts[place // per_host] * per_host + place % per_host for place in places))
 
+    def budgets(self, budget_of: Callable[[Sequence[int]], float]) -> dict[Cluster, float]:
+        """What a device of each part may hold."""
+        return {part: budget_of(self.devices(range(start, start + size))) for (start, size), part in self.parts.items()}
+
     def places(self, devices: Iterable[int]) -> tuple[int, ...]:
         """The places of these devices, ascending."""
         per_host = self.cluster.devices_per_host
@@ -61,9 +66,11 @@ def host_order(cluster: Cluster, hosts: Sequence[int], sizes: Sequence[int]) -> 
     parts = {}
     for start, size in itertools.product(range(cluster.num_devices), sizes):
         if start + size <= cluster.num_devices and fits_hosts(start, size, cluster):
-            is_alike = not ordered.host_links
+            is_alike = not (ordered.host_links or ordered.host_devices)
             part = known.get(size) if is_alike else None
-            parts[start, size] = known[size] = part or _priced(ordered.part(range(start, start + size)))
+            part = part or _priced(ordered.part(range(start, start + size)))
+            if not part.host_devices:
+                parts[start, size] = known[size] = part
     return HostOrder(tuple(hosts), ordered, parts)
 
 
@@ -75,7 +82,7 @@ def _priced(part: Cluster) -> Cluster:
 def host_orders(cluster: Cluster, message_bytes: float) -> list[tuple[int, ...]]:
     """Orders of the hosts that differ, those first between whose neighbours messages of that size take least."""
     everyone = tuple(range(cluster.hosts))
-    if not cluster.host_links:
+    if not (cluster.host_links or cluster.host_devices):
         return [everyone]
 
     def seconds(one: int, other: int) -> float:
@@ -84,7 +91,7 @@ def host_orders(cluster: Cluster, message_bytes: float) -> list[tuple[int, ...]]
 
     orders: Iterable[tuple[int, ...]] = itertools.permutations(everyone)
     if cluster.hosts > ALL_ORDERS:
-        paths = [_nearest_first(host, everyone, seconds) for host in everyone]
+        paths = [_nearest_first(host, cluster, seconds) for host in everyone]
         orders = [everyone, *paths, *(path[::-1] for path in paths)]
     different: dict[Hashable, tuple[int, ...]] = {}
     for order in orders:
@@ -94,13 +101,17 @@ def host_orders(cluster: Cluster, message_bytes: float) -> list[tuple[int, ...]]
 
 
 def _signature(ordered: Cluster) -> Hashable:
-    return tuple(ordered.host_links.items())
+    return tuple(ordered.host_links.items()), tuple(map(ordered.kind_of, range(ordered.hosts)))
 
 
-def _nearest_first(first: int, hosts: Sequence[int], seconds: Callable[[int, int], float]) -> tuple[int, ...]:
-    path, left = [first], [host for host in hosts if host != first]
+def _nearest_first(first: int, cluster: Cluster, seconds: Callable[[int, int], float]) -> tuple[int, ...]:
+    path, left = [first], [host for host in range(cluster.hosts) if host != first]
+
+    def distance(host: int) -> tuple[bool, float]:
+        return cluster.kind_of(host) != cluster.kind_of(path[-1]), seconds(path[-1], host)
+
     while left:
-        path.append(min(left, key=lambda host: seconds(path[-1], host)))
+        path.append(min(left, key=distance))
         left.remove(path[-1])
     return tuple(path)
 
@@ -128,8 +139,10 @@ def is_power_of_two(count: int) -> bool:
 
 
 def may_idle(cluster: Cluster) -> bool:
-    """Whether stages may leave devices idle: where hosts, or their devices, are no power of two."""
-    return not (is_power_of_two(cluster.hosts) and is_power_of_two(cluster.devices_per_host))
+    """Whether stages may leave devices idle: where hosts, or their devices, are no power of two or of several kinds."""
+    return bool(cluster.host_devices) or not (
+        is_power_of_two(cluster.hosts) and is_power_of_two(cluster.devices_per_host)
+    )
 
 
 def fits_hosts(start: int, size: int, cluster: Cluster) -> bool:
@@ -202,8 +215,12 @@ def split_evenly(number: int, cluster: Cluster) -> tuple[tuple[int, ...], ...] |
 def fewer_devices(cluster: Cluster, batch_size: int | None) -> list[tuple[int, ...]]:
     """Parts of the cluster on which a step may be faster than on all devices: the most that divide the batch, or are 2ᵏ.
 
-    None of a cluster whose devices are all to be used.
+    Of several kinds of devices, all hosts of one kind.  None of a cluster whose devices are all to be used.
     """
+    if cluster.host_devices:
+        per_host = range(cluster.devices_per_host)
+        hosts = {kind: [h for h in range(cluster.hosts) if cluster.kind_of(h) == kind] for kind in cluster.kinds}
+        return [tuple(host * len(per_host) + k for host in own for k in per_host) for own in hosts.values()]
     sizes = stage_sizes(cluster) if may_idle(cluster) else []
     dividing = max((size for size in sizes if batch_size is not None and batch_size % size == 0), default=0)
     halving = max((size for size in sizes if is_power_of_two(size)), default=0)

@@ -90,6 +90,14 @@ class PipelineTask:
     demands: Callable[[StageProgram, Graph, Cluster], StageDemands] = any_plan
     ground: Callable[[], Ground] | None = None
     """What plans of the whole looped step share, if it is known already."""
+    budget_by_host: tuple[float, ...] = ()
+    """What one device of each host may hold, where hosts differ in that; ``budget_bytes`` is then the least."""
+
+    def budget_of(self, devices: Sequence[int]) -> float:
+        """What one of these devices may hold."""
+        if not self.budget_by_host:
+            return self.budget_bytes
+        return min(self.budget_by_host[device // self.cluster.devices_per_host] for device in devices)
 
     @property
     def is_large(self) -> bool:
@@ -215,7 +223,8 @@ class StagePlanner:
             for stage, is_over in enumerate(over):
                 if is_over:
                     too_low[stage] = prices[stage]
-                    first = FIRST_PRICE_SHARE * result.found[stage].seconds / self._task.budget_bytes
+                    budget_bytes = self._task.budget_of(arrangement.devices[stage])
+                    first = FIRST_PRICE_SHARE * result.found[stage].seconds / budget_bytes
                     prices[stage] = PRICE_STEP * prices[stage] or first
             result = self._at(arrangement, made, prices)
         else:
@@ -278,7 +287,8 @@ class StagePlanner:
     def _over(self, result: PipelineFound) -> list[bool]:
         """For each stage whether the devices of its mesh hold too much."""
         peaks = result.forecast.peak_bytes
-        return [peaks[home] > self._task.budget_bytes for home in result.homes]
+        budgets = map(self._task.budget_of, result.arrangement.devices)
+        return [peaks[home] > budget for home, budget in zip(result.homes, budgets, strict=True)]
 
     def cut(self, cuts: tuple[int, ...]) -> Cut:
         """The step cut before these forward operators."""
@@ -313,7 +323,7 @@ class StagePlanner:
                 donated=frozenset(source for source, _ in program.state_pairs) if task.donates_state else frozenset(),
                 cluster=cluster,
                 meshes=meshes,
-                budget_bytes=task.budget_bytes,
+                budget_bytes=task.budget_of(devices),
                 restriction=restrictions.__getitem__,
                 batch=batch if may_rename else (),
                 examples_dim=1,
@@ -384,7 +394,8 @@ class StagePlanner:
 
     def _over_budget(self, result: PipelineFound) -> BudgetError:
         peaks = result.forecast.peak_bytes
-        mesh = max(range(len(peaks)), key=peaks.__getitem__)
+        budgets = dict(zip(result.homes, map(self._task.budget_of, result.arrangement.devices), strict=True))
+        mesh = max(range(len(peaks)), key=lambda one: peaks[one] / budgets[one])
         stages = [stage for stage, home in enumerate(result.homes) if home == mesh]
         held = {}
         for lowering, cost in ((result.costs[stage].lowering, result.costs[stage]) for stage in stages):
@@ -398,7 +409,7 @@ class StagePlanner:
         state_bytes = sum(result.costs[stage].state_bytes for stage in stages)
         tenants = "; ".join(f"{name}: {bytes_text(held[name])}" for name in sorted(held, key=held.__getitem__)[:-4:-1])
         return BudgetError(
-            f"no plan keeps {bytes_text(self._task.budget_bytes)} per device: {which} "
+            f"no plan keeps {bytes_text(budgets[mesh])} per device: {which} "
             f"{bytes_text(int(peaks[mesh]))} under schedule {schedule_name(result.arrangement.schedule)!r}, of which "
             f"{bytes_text(state_bytes)} are state and batch. The largest leaves there are {tenants}. Use more stages "
             "or devices, more microbatches, another schedule, or raise memory_per_device=."
