@@ -409,7 +409,7 @@ class Parallelized:
                 if cluster.runs_on is not None:
                     remote = pipeline_on_ray(whole, subject, cluster, progress.say)
                     return Compiled(subject, plan, whole.pipeline, remote)
-                stages = PipelineExecutor(whole.pipeline, whole.transfers, jax.devices(), progress.say)
+                stages = PipelineExecutor(whole.pipeline, whole.transfers, devices_here(cluster), progress.say)
                 return Compiled(subject, plan, whole.pipeline, stages)
             progress.say(f"compiling for mesh {plan.mesh}")
             program = lower(subject.graph, plan.stages[0], plan.out_layouts)
@@ -417,7 +417,7 @@ class Parallelized:
                 numbers = plan.devices_of(0)
                 remote = step_on_ray(program, subject.program, donated, cluster, progress.say, numbers)
                 return Compiled(subject, plan, program, remote)
-            target = target or Target(devices_here(plan.devices_of(0)))
+            target = target or Target(devices_here(cluster, plan.devices_of(0)))
             executor = Executor(program, subject.program.in_avals, donated, target.devices, target.options)
         return Compiled(subject, plan, program, executor)
 

@@ -220,6 +220,8 @@ class Cluster:
     """By pairs of hosts, the link between them where it is another than ``network_link``, both ways."""
     host_devices: Mapping[int, DeviceKind] = field(default_factory=dict, kw_only=True)
     """By hosts, the kind of their devices where it is another than ``device``."""
+    device_ids: tuple[int, ...] = field(default=(), kw_only=True)
+    """Ids of this process's JAX devices that the cluster is made of, in order; none: they are the first ones."""
 
     def __post_init__(self) -> None:
         for count in ("hosts", "devices_per_host", "compute_shared_by"):
@@ -231,6 +233,10 @@ class Cluster:
                 raise ClusterError(
                     f"{part} of cluster {self.name!r} is {getattr(self, part)!r}; give a {kind.__name__}"
                 )
+        if self.device_ids and len(set(self.device_ids)) != self.num_devices:
+            raise ClusterError(
+                f"device_ids of cluster {self.name!r} are {self.device_ids} for {self.num_devices} devices; give one for each"
+            )
         object.__setattr__(self, "host_links", _Frozen(dict(sorted(self._checked_links()))))
         kinds = dict(sorted(self._checked_kinds()))
         if len(kinds) == self.hosts and len(set(kinds.values())) == 1:  # then it is the kind of all
@@ -349,11 +355,11 @@ class Cluster:
         return min(links, key=lambda link: (link.bytes_per_second, -link.latency_seconds), default=self.network_link)
 
     def of_hosts(self, hosts: Sequence[int]) -> Cluster:
-        """Some of the hosts, or all, in another order: its host k is this one's ``hosts[k]``."""
+        """The description of some of the hosts, or of all in another order: its host k is this one's ``hosts[k]``."""
         place = {host: number for number, host in enumerate(hosts)}
         links = {(place[a], place[b]): link for (a, b), link in self.host_links.items() if a in place and b in place}
         kinds = {number: self.kind_of(host) for number, host in enumerate(hosts)} if self.host_devices else {}
-        return dataclasses.replace(self, hosts=len(hosts), host_links=links, host_devices=kinds)
+        return dataclasses.replace(self, hosts=len(hosts), host_links=links, host_devices=kinds, device_ids=())
 
     def logical_mesh_shapes(self, max_axes: int = 3) -> list[Mesh]:
         """Every way to lay the devices out as a mesh of 1 to ``max_axes`` (at most 3) axes of size 2 or more.
@@ -390,7 +396,7 @@ class Cluster:
         return dataclasses.replace(self, **changes)
 
     def part(self, devices: Sequence[int]) -> Cluster:
-        """Some of the devices as a cluster of their own: as many on each host that they are on."""
+        """The description of some of the devices as a cluster of their own: as many on each host that they are on."""
         if len(devices) == self.num_devices:
             return self
         hosts = sorted({device // self.devices_per_host for device in devices})

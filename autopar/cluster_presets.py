@@ -322,8 +322,11 @@ def local_cluster(devices: Sequence[Any] | None = None, profile: Profile | str |
     """
     import jax
 
+    ids: tuple[int, ...] = ()
     if devices is None:
         devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    elif [one.id for one in devices] != [one.id for one in jax.devices()][: len(devices)]:
+        ids = tuple(one.id for one in devices)
     if not devices:
         raise ClusterError("no devices given; leave devices out to take all of jax.devices()")
     kinds = Counter((str(device.platform), str(device.device_kind)) for device in devices)
@@ -342,6 +345,7 @@ def local_cluster(devices: Sequence[Any] | None = None, profile: Profile | str |
         cluster = _cpu_cluster(hosts, devices_per_host)
     else:
         cluster = _accelerator_cluster(kind, devices, hosts, jax.process_index())
+    cluster = replace(cluster, device_ids=ids)
     if profile != AUTO_PROFILE:
         return cluster.with_profile(profile)
     if jax.process_count() > 1:

@@ -81,7 +81,7 @@ def _born_on(traced: TracedProgram, positions: Sequence[int], plan: Plan, number
     program = plan_initialiser(subject.graph, stage.mesh, cluster.part(numbers), layouts)
     if cluster.runs_on is not None:
         return step_on_ray(program, traced, frozenset(), cluster, devices=numbers)(list(traced.hidden))
-    return Executor(program, traced.in_avals, frozenset(), devices_here(numbers))(list(traced.hidden))
+    return Executor(program, traced.in_avals, frozenset(), devices_here(cluster, numbers))(list(traced.hidden))
 
 
 def _only(traced: TracedProgram, positions: Sequence[int], *, with_effects: bool) -> TracedProgram:

@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
 
 from autopar.cluster import Cluster
+from autopar.errors import ClusterError
 from autopar.inter_op.opened import LeafPieces
 from autopar.on_ray import fleet_of
 from autopar.plan import Plan
@@ -29,7 +30,8 @@ def homes_of(avals: Sequence[Any], plan: Plan, cluster: Cluster, stage_of: Mappi
         return [
             ocp.ArrayRestoreArgs(
                 sharding=NamedSharding(
-                    placed_mesh(where.placement(len(where.layout.dims)), jax.devices()), partition_spec(where.layout)
+                    placed_mesh(where.placement(len(where.layout.dims)), devices_here(cluster)),
+                    partition_spec(where.layout),
                 ),
                 global_shape=tuple(aval.shape),
                 dtype=aval.dtype,
@@ -50,7 +52,20 @@ def pieced_home(homes: list[Any], pieces: LeafPieces, aval: Any) -> PiecedHome:
     return PiecedHome(aval=aval, dim=pieces.dim, homes=tuple(homes))
 
 
-def devices_here(numbers: Sequence[int]) -> tuple[Any, ...]:
-    """This process's JAX devices of those numbers, or all of them where there are too few."""
-    devices = jax.devices()
-    return tuple(devices[k] for k in numbers) if max(numbers) < len(devices) else tuple(devices)
+def devices_here(cluster: Cluster, numbers: Sequence[int] | None = None) -> tuple[Any, ...]:
+    """This process's JAX devices as the cluster numbers them: those of the numbers, or all; all where there are too few.
+
+    Raises ``ClusterError`` for a cluster made of devices that this process does not have.
+    """
+    devices = tuple(jax.devices())
+    if cluster.device_ids:
+        by_id = {one.id: one for one in devices}
+        if missing := [one for one in cluster.device_ids if one not in by_id]:
+            raise ClusterError(
+                f"cluster {cluster.name!r} has the JAX device {missing[0]}, and this process has {sorted(by_id)}; make it anew "
+                "with Cluster.local(devices)"
+            )
+        devices = tuple(by_id[one] for one in cluster.device_ids)
+    if numbers is None or max(numbers) >= len(devices):
+        return devices
+    return tuple(devices[number] for number in numbers)

@@ -95,6 +95,11 @@ class RayHosts:
         """Those that are alive now, as hosts of their own."""
         return RayHosts(self.address, self.living(), self.devices_per_host, self.transport)
 
+    def numbers_of(self, left: RayHosts) -> tuple[int, ...]:
+        """Which of these hosts those are that are left."""
+        addresses = {node.address for node in left.nodes}
+        return tuple(number for number, node in enumerate(self.nodes) if node.address in addresses)
+
     @property
     def running(self) -> Any:
         """What was started, or None."""

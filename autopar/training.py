@@ -301,7 +301,8 @@ class Run:
         )
         self._whole = self._whole or cluster
         cluster.runs_on.close()
-        self._train_step.move_to(cluster.replace(hosts=len(left.nodes), runs_on=left))
+        kept = cluster.runs_on.numbers_of(left)
+        self._train_step.move_to(cluster.of_hosts(kept).replace(runs_on=left))
 
     def _are_all_back(self, whole: Cluster) -> bool:
         return whole.runs_on is not None and whole.runs_on.await_all(0.0)

@@ -144,6 +144,8 @@ def test_nodes_of_a_ray_cluster_with_gpus_of_two_kinds() -> None:
     assert [cluster.kind_of(host).name.split("-")[0] for host in range(3)] == ["A100", "V100", "A100"]
     assert cluster.network_link.shared_by == 8 and cluster.local_link == Cluster.preset("p3dn.24xlarge").local_link
     alike = cluster_presets.ray_cluster(RayHosts("10.0.0.1:6379", nodes[::2], 8))
+    assert cluster.runs_on is not None
+    assert cluster.runs_on.numbers_of(RayHosts("10.0.0.1:6379", nodes[1:], 8)) == (1, 2)
     assert not alike.host_devices and alike.device == cluster.kind_of(0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,8 @@ from autopar.cluster import Cluster, Link, Mesh
 from autopar.cost_model.collectives import Collective, group_seconds, permute_seconds
 from autopar.cost_model.machine import make_machine, message_load
 from autopar.cost_model.transfers import cheapest_transfer, transfer_seconds
+from autopar.errors import ClusterError
+from autopar.homes import devices_here
 from autopar.inter_op.sites import fewer_devices, host_orders, shares_of, split_evenly, stage_sizes
 from autopar.pipelines import counts_of
 from autopar.plan import Layout
@@ -83,6 +86,21 @@ def test_hand_made_stages_are_spread_as_evenly_as_hosts_allow() -> None:
     assert [stage.devices for stage in plan.stages] == [(0, 1, 2), (3, 4)]
 
 
+@pytest.mark.parametrize("options", [{"method": "zero3"}, {"stages": 2, "num_microbatches": 2}])
+def test_the_devices_are_the_users(options: dict[str, Any]) -> None:
+    chosen = jax.devices()[6:2:-1][:3]
+    cluster = Cluster.local(chosen).replace(device=eight_slow_devices().device)
+    model = build("mlp_nnx")
+    step = autopar.parallelize(cluster=cluster, **options)(model.train_step)
+    state, _ = step(step.init(model.make_state, model.abstract_batch()), model.make_batch(model.batch_size))
+    used = {device for leaf in jax.tree.leaves(state) for device in leaf.devices()}
+    assert used == set(chosen) and cluster.device_ids == (6, 5, 4)
+    with pytest.raises(ClusterError, match=r"has the JAX device 9, and this process has \[0, 1, 2, 3, 4, 5, 6, 7\]"):
+        devices_here(cluster.replace(device_ids=(6, 5, 9)))
+    with pytest.raises(ClusterError, match=r"device_ids of cluster .* for 3 devices; give one for each"):
+        cluster.replace(device_ids=(6, 5, 5))
+
+
 def test_four_of_five_devices_where_nothing_is_cut_by_five(tmp_path: Path) -> None:
     plan = check("mlp_nnx", slow_devices(5))
     assert not plan.is_pipeline and plan.num_devices == 5
@@ -97,6 +115,18 @@ def test_four_of_five_devices_where_nothing_is_cut_by_five(tmp_path: Path) -> No
     )
     assert free.step_seconds < asked.step_seconds
     assert "4 of 5 in use" in str(autopar.explain(step, model.abstract_state(), model.abstract_batch()))
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("options", [{}, {"stages": 2, "num_microbatches": 2}])
+def test_three_hosts_on_ray(local_ray: None, options: dict[str, Any]) -> None:
+    with jax.enable_x64(True):
+        cluster = Cluster.ray(None, hosts=3, devices_per_host=1)
+    try:
+        plan = check("mlp_nnx", cluster.replace(device=eight_slow_devices().device, compute_shared_by=1), **options)
+    finally:
+        cluster.close()
+    assert plan.num_devices == 3 and (plan.is_pipeline or len(plan.devices_of(0)) == 2)
 
 
 # ------------------------------------------------------------------------------------------------------------ links

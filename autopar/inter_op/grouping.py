@@ -177,7 +177,7 @@ class _Tables:
         self.once: dict[Cluster, np.ndarray] = {}
         self.state: dict[Cluster, np.ndarray] = {}
         self.residual: dict[Cluster, np.ndarray] = {}
-        for part in dict.fromkeys(estimates.order.parts.values()):
+        for part in estimates.order.firsts:
             costs = estimates.costs[part]
             each, once = _runs(costs.microbatch_seconds(count)), _runs(costs.once_seconds)
             self.seconds[part] = each + once / count
@@ -211,7 +211,7 @@ class _Tables:
         order, layers = self._estimates.order, self.num_layers
         done = np.where(np.arange(layers + 1) == layers, 0.0, np.inf)
         before = {end: [(end, done)] for end in last_ends(order.cluster)}
-        sizes = sorted({size for _, size in order.parts})
+        sizes = sorted({part.num_devices for part in order.firsts})
         choice: list[dict[int, _Choice]] = []
         found: list[tuple[float, tuple[int, ...], tuple[tuple[int, ...], ...]]] = []
         for last in range(1, self._estimates.most_stages + 1):

@@ -372,7 +372,7 @@ class _Search:
         sizes = [wanted.stage_size] if wanted.stage_size else stage_sizes(cluster)
         message_bytes = float(mapped.crossing_bytes.mean())
         orders = [host_order(cluster, hosts, sizes) for hosts in host_orders(cluster, message_bytes)]
-        costs = self._costs(task, mapped, dict.fromkeys(part for order in orders for part in order.parts.values()))
+        costs = self._costs(task, mapped, dict.fromkeys(part for order in orders for part in order.firsts))
         most = min(mapped.num_layers, cluster.num_devices // min(sizes))
         self._estimates = {
             order.hosts: Estimates(order, order.budgets(task.budget_of), costs, mapped.crossing_bytes, most)

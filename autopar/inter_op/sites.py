@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 from autopar.cluster import Cluster
@@ -49,9 +50,22 @@ class HostOrder:
         per_host = self.cluster.devices_per_host
         return tuple(sorted(self.hosts[place // per_host] * per_host + place % per_host for place in places))
 
+    @cached_property
+    def firsts(self) -> Mapping[Cluster, tuple[int, int]]:
+        """The first run of each of the parts that differ, in the order of ``parts``."""
+        found: dict[int, tuple[Cluster, tuple[int, int]]] = {}
+        for run, part in self.parts.items():
+            found.setdefault(id(part), (part, run))  # hashing a cluster takes longer, and most parts are one object
+        different: dict[Cluster, tuple[int, int]] = {}
+        for part, run in found.values():
+            different.setdefault(part, run)
+        return different
+
     def budgets(self, budget_of: Callable[[Sequence[int]], float]) -> dict[Cluster, float]:
         """What a device of each part may hold."""
-        return {part: budget_of(self.devices(range(start, start + size))) for (start, size), part in self.parts.items()}
+        return {
+            part: budget_of(self.devices(range(start, start + size))) for part, (start, size) in self.firsts.items()
+        }
 
     def places(self, devices: Iterable[int]) -> tuple[int, ...]:
         """The places of these devices, ascending."""
@@ -75,8 +89,9 @@ def host_order(cluster: Cluster, hosts: Sequence[int], sizes: Sequence[int]) -> 
 
 
 def _priced(part: Cluster) -> Cluster:
-    slowest = part.slowest_link(range(part.hosts))
-    return replace(part, network_link=slowest, host_links={}) if part.host_links else part
+    if not part.host_links:
+        return part
+    return replace(part, network_link=part.slowest_link(range(part.hosts)), host_links={})
 
 
 def host_orders(cluster: Cluster, message_bytes: float) -> list[tuple[int, ...]]:
