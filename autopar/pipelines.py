@@ -111,8 +111,12 @@ def _in_even_stages(
     cluster: Cluster,
     demands: Demands,
     report_progress: Callable[[str], None],
+    give_up_seconds: float = math.inf,
 ) -> tuple[Subjected, Plan, None]:
-    """The plan of so many stages of about the same work; loops over layers are cut for them."""
+    """The plan of so many stages of about the same work; loops over layers are cut for them.
+
+    One that takes ``give_up_seconds`` before it keeps the memory budget is returned as it is.
+    """
     schedule = _schedule_of(demands)
     num_meshes = _num_meshes(num_stages, schedule, cluster, demands)
     one = _as_microbatches(subject, num_meshes, cluster, demands, opening_for(subject, num_stages))
@@ -127,7 +131,7 @@ def _in_even_stages(
             f"the forward pass can be cut into {many}, too few for {num_stages} stages; ask for fewer stages{_kept_loop(one)}"
         )
     planner = StagePlanner(pipeline_task(one, loop, cluster, demands, report_progress))
-    found = planner.plan(Arrangement(cuts, devices, schedule))
+    found = planner.plan(Arrangement(cuts, devices, schedule), give_up_seconds)
     if one.opened is not None and schedule is Schedule.ONE_F_ONE_B and demands.schedule is None:
         others = [planner.under(found, other) for other in SCHEDULES if other is not schedule]
         found = min((found, *(one for one in others if one is not None)), key=lambda one: one.step_seconds)
@@ -211,11 +215,12 @@ def best_pipeline(
     found = _searched(forms, cluster, demands, Wanted(schedule=demands.schedule), report, to_beat_seconds)
     if cluster.hosts == 1 or not layer_loops_of(forms.subject):
         return found
+    best_seconds = to_beat_seconds if found is None else found[1].step_seconds
+    demands = replace(demands, stages=cluster.hosts)
     try:
-        cut = _in_even_stages(forms.subject, cluster.hosts, cluster, replace(demands, stages=cluster.hosts), report)
+        cut = _in_even_stages(forms.subject, cluster.hosts, cluster, demands, report, best_seconds)
     except PlanError:
         return found
-    best_seconds = to_beat_seconds if found is None else found[1].step_seconds
     return cut if cut[1].step_seconds < best_seconds else found
 
 
