@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import cache
+from functools import cache, partial
 from itertools import combinations, pairwise
 
 import jax
@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 import autopar
 from autopar.errors import PlanError
 from autopar.graph.build import build_graph
-from autopar.graph.roles import Role
+from autopar.graph.roles import Role, infer_roles
+from autopar.graph.tracing import trace
 from autopar.inter_op.accumulate import accumulated
 from autopar.inter_op.crossings import boundaries
 from autopar.inter_op.cut import cut
@@ -26,6 +27,7 @@ from autopar.inter_op.looped import Looped, as_one_trip, looped
 from autopar.inter_op.placing import forward_operators
 from autopar.schedule.stage_program import Passing
 from benchmarks.models import Size, build
+from examples.gpt import model as gpt
 
 Step = tuple[Looped, tuple[tuple[int, int], ...]]
 
@@ -199,3 +201,24 @@ def test_plateaus_give_their_first_position() -> None:
     crossing = np.array([0.0, 9.0, 4.0, 4.0, 4.0, 9.0, 0.0])
     flops = np.array([0.0, 10.0, 0.0, 0.0, 0.0, 12.0])
     assert candidate_positions(crossing, flops, range(6), 2) == (2,)
+
+
+def test_recomputed_casts_of_weights_do_not_cross() -> None:
+    """Half precision and rematerialisation: between blocks the activations cross, there and back, and little else."""
+    config = gpt.GPTConfig(
+        vocab_size=64, sequence=16, hidden=32, layers=6, heads=4, dtype=jnp.float16, remat=True, tie_embeddings=False
+    )
+    state = jax.eval_shape(partial(gpt.create_state, jax.random.key(0), config, gpt.OptimizerConfig()))
+    tokens = jax.ShapeDtypeStruct((8, config.sequence), jnp.int32)
+    program = trace(gpt.train_step, (state, {"tokens": tokens, "targets": tokens}))
+    roles, graph = infer_roles(program), build_graph(program.jaxpr, platform="cpu")
+    batch, count = roles.leaves(Role.BATCH), 4
+    cut_program = accumulated(program, examples_of(graph, batch, roles.leaves(Role.STATE), count), batch)
+    loop, pairs = looped(build_graph(cut_program.jaxpr, platform="cpu"), batch, count), tuple(roles.state_pairs)
+    found, crossing = layers(loop, pairs, at_most=3), crossing_bytes(loop, pairs)
+    activation_bytes = 2 * (8 // count) * config.sequence * config.hidden
+    assert len(found) == 2
+    assert all(crossing[position] <= 1.2 * 2 * activation_bytes for position in found)
+    flops = boundaries(loop, pairs).flops
+    work = [flops[start:end].sum() for start, end in pairwise((0, *found, len(flops)))]
+    assert max(work) <= 1.2 * flops.sum() / 3
