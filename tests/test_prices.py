@@ -1,0 +1,20 @@
+"""Is a mesh that is left alone no cheaper than is said?"""
+
+from __future__ import annotations
+
+from autopar.inter_op.stages import whole_on
+from autopar.intra_op.search import WORTH_SHARE
+from autopar.intra_op.wide import is_wide
+from tests.toy_pipelines import toy_step
+from tests.toy_runs import eight_slow_devices
+
+
+def test_the_cheapest_mesh_is_found_without_solving_all() -> None:
+    task = toy_step("gpt", 2).task(eight_slow_devices())
+    every = whole_on(task, task.cluster)
+    answers = every.by_mesh(0.0)
+    assert any(is_wide(one.model) for one in every._meshes), "nothing is left alone here"
+    price = answers[0].seconds / 1e9
+    for at in (0.0, price):
+        best = every.by_mesh(at)[0].priced_seconds
+        assert best <= whole_on(task, task.cluster).cheapest(at).priced_seconds <= best / (1 - WORTH_SHARE)
