@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from autopar.inter_op.stages import whole_on
 from autopar.intra_op.search import WORTH_SHARE
 from autopar.intra_op.wide import is_wide
@@ -9,6 +11,7 @@ from tests.toy_pipelines import toy_step
 from tests.toy_runs import eight_slow_devices
 
 
+@pytest.mark.verify
 def test_the_cheapest_mesh_is_found_without_solving_all() -> None:
     task = toy_step("gpt", 2).task(eight_slow_devices())
     every = whole_on(task, task.cluster)
