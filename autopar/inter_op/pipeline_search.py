@@ -36,7 +36,6 @@ from autopar.inter_op.moves import near
 from autopar.inter_op.sites import host_order, host_orders, largest_packed, may_idle, placed, stage_sizes
 from autopar.inter_op.stages import (
     FIRST_PRICE_SHARE,
-    LARGE_OPERATORS,
     LARGE_WORTH_SHARE,
     PRICE_STEP,
     RISES,
@@ -46,6 +45,7 @@ from autopar.inter_op.stages import (
     StagePlanner,
     whole_on,
 )
+from autopar.intra_op.search import LARGE_OPERATORS
 from autopar.plan import Schedule
 from autopar.schedule.orders import OrderFunction
 
@@ -178,7 +178,7 @@ class _Search:
     @property
     def is_small(self) -> bool:
         """Whether many groupings may be planned."""
-        return len(self._tasks(self._base).loop.graph.operators) <= PLANNED_OPERATORS
+        return not self._tasks(self._base).is_large
 
     @property
     def num_devices(self) -> int:
@@ -198,25 +198,25 @@ class _Search:
         size = len(task.loop.graph.operators)
         most = min(MOST_PLANNED, max(2, PLANNED_OPERATORS // size))
         groupings = self._groupings(task)
-        if size <= PLANNED_OPERATORS:
+        if self.is_small:
             self._walk(groupings)
             # Stages of one device are planned at once, for there is nothing to choose.  Bounds, which hide no message behind
             # work, say least of them: they have the most messages.
             self._walk([one for one in groupings if max(map(len, one.devices)) == 1])
-        nearly = NEARLY if size <= PLANNED_OPERATORS else NEARLY_LARGE
+        nearly = NEARLY if self.is_small else NEARLY_LARGE
         for grouping in groupings:
             if len(self._planned) >= most or grouping.bound_seconds > nearly * self._enough:
                 break
             if not self._plan(grouping):
                 break
         if self._wanted.may_be_dealt:
-            self._deal(MOST_DEALT if size <= PLANNED_OPERATORS else 1, nearly)
-        if self._best is not None and size <= PLANNED_OPERATORS:
+            self._deal(MOST_DEALT if self.is_small else 1, nearly)
+        if self._best is not None and self.is_small:
             self._climb()
             self._best = self._planner(self._best.count).refined(self._best)
             self._enough = self._best.step_seconds
         if self._wanted.schedule is None and self._wanted.may_be_alone:
-            self._split_backward(MOST_SPLIT if size <= PLANNED_OPERATORS else 1)
+            self._split_backward(MOST_SPLIT if self.is_small else 1)
         if self._best is None and self._refusal is not None and self._enough == float("inf"):
             raise self._refusal
         return self._best
@@ -442,7 +442,7 @@ class _Search:
         if arrangement is None:
             return True
         planner, give_up_seconds = self._planner(grouping.count), float("inf")
-        if len(self._tasks(grouping.count).loop.graph.operators) > PLANNED_OPERATORS:
+        if self._tasks(grouping.count).is_large:
             give_up_seconds = GIVE_UP * self._enough
             if planner.bound_seconds(arrangement) >= give_up_seconds:
                 return False

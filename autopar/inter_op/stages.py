@@ -17,7 +17,7 @@ from functools import cached_property
 
 from autopar.cluster import Cluster, Mesh
 from autopar.cost_model.forecast import Forecast, Rehearsal, forecast, rehearsed_counts
-from autopar.cost_model.pipeline import StageCost, row_bytes, simulate_pipeline, stage_cost
+from autopar.cost_model.pipeline import StageCost, row_bytes, simulate_pipeline, stage_cost, transfers_of
 from autopar.cost_model.simulate import Simulation
 from autopar.errors import BudgetError, PlanError
 from autopar.graph.build import build_graph_by
@@ -29,11 +29,11 @@ from autopar.inter_op.cut import cut
 from autopar.inter_op.looped import Looped
 from autopar.intra_op.priced import PricedStage, Prices
 from autopar.intra_op.restrict import Restriction
-from autopar.intra_op.search import WORTH_SHARE, Ground, Task
+from autopar.intra_op.search import LARGE_OPERATORS, WORTH_SHARE, Ground, Task
 from autopar.plan import Schedule
 from autopar.schedule.cross_mesh import CrossMeshTransfer
 from autopar.schedule.orders import Order, OrderFunction, make_order, schedule_name
-from autopar.schedule.pipeline import Pipeline, lower_stage
+from autopar.schedule.pipeline import Pipeline, lower_stage, pipeline_of
 from autopar.schedule.stage_program import Cut, Passing, StageProgram
 from autopar.wording import bytes_text
 
@@ -48,9 +48,8 @@ HALVINGS = 1
 """How often the prices are lowered again, half-way in their logarithms to the last that were too low."""
 
 
-LARGE_OPERATORS = 8_000
 LARGE_WORTH_SHARE = 0.01
-"""Of steps of more operators other meshes are left alone that could make a stage faster by this share at best."""
+"""Of steps of more than ``LARGE_OPERATORS`` other meshes are left alone that could make a stage faster by this share at best."""
 
 MAX_AXES = 2
 """Meshes of stages have so many axes at most, of large steps always, unless no others are asked for."""
@@ -370,11 +369,12 @@ class StagePlanner:
             for program, one, devices in zip(made.stages, found, arrangement.devices, strict=True)
         )
         lowered = [cost.lowering for cost in costs]
-        rehearsals = []
-        for order in orders:
-            whole = assemble(made, lowered, order, cluster)
-            simulation = simulate_pipeline(whole.pipeline, costs, whole.transfers, cluster)
-            rehearsals.append(Rehearsal(order.num_microbatches, simulation, row_bytes(whole.pipeline, costs)))
+        pipelines = [pipeline_of(lowered, made.crossings, order) for order in orders]
+        transfers = transfers_of(pipelines[0], cluster)  # the same however many microbatches there are
+        rehearsals = [
+            Rehearsal(number, simulate_pipeline(one, costs, transfers, cluster), row_bytes(one, costs))
+            for number, one in zip(counts, pipelines, strict=True)
+        ]
         said = forecast(rehearsals, count)
         return PipelineFound(arrangement, cluster, made, count, orders[0].homes, costs, said, tuple(found))
 
