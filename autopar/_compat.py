@@ -288,6 +288,13 @@ def as_written(equation: Any) -> contextlib.AbstractContextManager[Any]:
     return source_info_util.user_context(info.traceback, name_stack=stack)
 
 
+def in_backward_pass(equation: Any) -> Any:
+    """Source information of the equation as JAX writes it where a rematerialised region does the same work again."""
+    info = equation.source_info
+    stack = source_info_util.new_name_stack().transform("transpose") + info.name_stack
+    return info.replace(name_stack=stack.extend("rematted_computation"))
+
+
 def evaluate(equation: Any, operands: Sequence[Any]) -> list[Any]:
     """Results of an equation, while tracing (:func:`as_written` says where its source and name stack come from)."""
     results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))

@@ -36,7 +36,7 @@ from autopar.methods import HAND_MADE, Method, method_of
 from autopar.on_ray import pipeline_on_ray, step_on_ray
 from autopar.options import ArgumentNames, Options, checked_cluster, read_options
 from autopar.pipelines import assembled, loop_of, wants_pipeline
-from autopar.plan import Plan, Schedule
+from autopar.plan import Plan, Remat, Schedule
 from autopar.planning import demands_of_user, make_plan, said_of_inputs
 from autopar.progress import Progress
 from autopar.runtime.executor import Executor
@@ -44,7 +44,7 @@ from autopar.runtime.pieced_array import PiecedArray
 from autopar.runtime.pipeline import PipelineExecutor
 from autopar.schedule.orders import OrderFunction
 from autopar.schedule.spmd import lower
-from autopar.subjects import Demands, Subjected, as_loop, microbatched, subject_of
+from autopar.subjects import Demands, Subjected, as_planned, subject_of
 from autopar.transfer import adapt_stage
 from autopar.user_shardings import UserShardings
 
@@ -438,10 +438,9 @@ class Parallelized:
             plan = self._taken[key]
         terms = self._options.demands.terms(plan.num_microbatches)
         check_fits(plan, subject, terms, cluster)
-        if not plan.is_pipeline:
-            return microbatched(subject, terms, platform), plan
-        rewritten = as_loop(subject, terms, platform, opening=plan.opening)
-        check_leaves(plan, rewritten)
+        rewritten = as_planned(subject, plan, terms, platform)
+        if plan.is_pipeline:
+            check_leaves(plan, rewritten)
         return rewritten, plan
 
     def _told_or_kept(
@@ -508,6 +507,7 @@ def parallelize(
     batch_coupling: str | BatchCoupling = "refuse",
     rng: str | MicrobatchRng = "exact",
     like: Parallelized | None = None,
+    remat: str | Remat | None = None,
 ) -> Callable[[Callable[..., Any]], Parallelized]: ...
 
 
@@ -540,6 +540,9 @@ def parallelize(function: Callable[..., Any] | None = None, /, **options: Any) -
     are demanded, stages have the same number of devices and about the same work, and run up to four microbatches each
     under ``"1f1b"``, unless fixed too.
 
+    * ``remat``: what every layer of the model computes again in the backward pass instead of keeping it: ``"none"``, ``"dots"``
+      (all but matrix products without batch dimensions and convolutions), ``"full"`` (all). Default: nothing, or, where memory
+      is what limits the plan and the step says nothing of ``jax.checkpoint``, what is fastest, layer by layer.
     * ``batch_coupling``: where examples of a batch depend on each other through the parameters (batch normalisation, in-batch
       contrast, routing by capacity), ``"refuse"`` cuts no batch, and ``"per_microbatch"`` treats each microbatch as a batch
       of its own: losses, gradients and statistics are then means of the microbatches', which are other numbers.

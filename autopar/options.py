@@ -20,7 +20,7 @@ from autopar.errors import ClusterError, PlanError, TraceError
 from autopar.inter_op.terms import BatchCoupling, MicrobatchRng
 from autopar.likeness import Likeness
 from autopar.methods import InterOp, method_of
-from autopar.plan import Schedule
+from autopar.plan import Remat, Schedule
 from autopar.schedule.orders import OrderFunction, schedule_name
 from autopar.subjects import Demands
 from autopar.user_shardings import UserShardings
@@ -67,6 +67,7 @@ _DEMANDS = (
     "stages",
     "schedule",
     "stages_per_mesh",
+    "remat",
 )
 _SAID_BY_LIKE = ("method", "mesh_shape", "constraints", "stages", "schedule", "stages_per_mesh")
 _ARGUMENTS = ("static_argnums", "static_argnames", "batch_argnums", "state_argnums")
@@ -288,6 +289,7 @@ _CHECKED: Mapping[str, Callable[[Any], Any]] = {
     "stages": _stages,
     "schedule": _schedule,
     "stages_per_mesh": _stages_per_mesh,
+    "remat": lambda value: _member("remat", Remat, value),
 }
 
 

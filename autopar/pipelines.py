@@ -49,6 +49,7 @@ from autopar.intra_op.restrict import Reach, Restriction
 from autopar.likeness import Likeness, StageAsThere, as_there, cuts_as_there
 from autopar.methods import InterOp, IntraOp, Subject, batch_reach, mesh_of, method_of
 from autopar.plan import UNOPENED, Opening, Plan, Schedule, SolverReport
+from autopar.remat_search import Alike
 from autopar.schedule.orders import OrderFunction, as_entries
 from autopar.schedule.stage_program import Passing, StageProgram
 from autopar.subjects import Demands, Rewritings, Subjected, as_loop, cut_between_trips, layer_loops_of
@@ -167,6 +168,35 @@ def plan_pipeline_like(
     schedule = schedule_of(like.plan, one.num_microbatches)
     found = StagePlanner(task).plan(Arrangement(cuts, there.devices, schedule))
     return one, plan_of_pipeline(one, cluster, demands, found), None
+
+
+def pipeline_alike(
+    subject: Subjected,
+    cluster: Cluster,
+    demands: Demands,
+    plan: Plan,
+    cuts: tuple[int, ...],
+    report_progress: Callable[[str], None],
+) -> Alike:
+    """A pipeline of the same stages, devices, schedule and microbatches as another one, with stages cut before other operators.
+
+    There is none if no plan of its stages keeps the budget; a mesh is squeezed if the fastest one does not.
+    """
+    one = as_loop(
+        subject,
+        demands.terms(plan.num_microbatches),
+        cluster.device.platform.value,
+        opening=Opening(plan.opening.pieces),
+    )
+    planner = StagePlanner(pipeline_task(one, loop_of(one), cluster, demands, report_progress))
+    schedule = schedule_of(plan, plan.num_microbatches) if demands.schedule is None else demands.schedule
+    arrangement = Arrangement(cuts, tuple(stage.devices for stage in plan.stages), schedule)
+    squeezed = planner.squeezed(arrangement)
+    try:
+        found = planner.plan(arrangement)
+    except BudgetError:
+        return Alike(None, squeezed)
+    return Alike((one, plan_of_pipeline(one, cluster, demands, found), None), squeezed)
 
 
 def may_be_pipeline(subject: Subjected, cluster: Cluster, demands: Demands, whole: Plan | None) -> bool:
@@ -385,6 +415,7 @@ def plan_of_pipeline(subject: Subjected, cluster: Cluster, demands: Demands, fou
         cuts=found.arrangement.cuts,
         order=() if isinstance(schedule, Schedule) else as_entries(found.order),
         opening=subject.opening,
+        remat=subject.remat,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -200,6 +200,57 @@ class Opening:
 
 UNOPENED = Opening()
 
+
+class Remat(Enum):
+    """What of a layer's forward pass is computed again in its backward pass instead of being kept.
+
+    ``DOTS`` keeps what matrix products without batch dimensions and convolutions make, and what the layer reads; ``FULL`` keeps
+    only what it reads.
+    """
+
+    NONE = "none"
+    DOTS = "dots"
+    FULL = "full"
+
+
+@dataclass(frozen=True)
+class LayerRemat:
+    """What each layer computes again: ``kinds[k]`` for the layer that begins before forward operator ``starts[k]``.
+
+    Operators are counted in the forward pass of the step as it was written (:mod:`autopar.inter_op.remat`); the first layer
+    begins before operator 0.
+    """
+
+    starts: tuple[int, ...] = (0,)
+    kinds: tuple[Remat, ...] = (Remat.NONE,)
+
+    @property
+    def is_any(self) -> bool:
+        """Whether a layer computes anything again."""
+        return any(kind is not Remat.NONE for kind in self.kinds)
+
+    def with_kinds(self, kinds: Sequence[Remat]) -> LayerRemat:
+        """The same layers with other choices."""
+        return LayerRemat(self.starts, tuple(kinds))
+
+    def __str__(self) -> str:
+        """Runs of layers with the same choice: ``1-3 full, 4-6 dots``; those that compute nothing again are left out."""
+        runs: list[list[int]] = []
+        for number, kind in enumerate(self.kinds):
+            if runs and self.kinds[runs[-1][-1]] is kind:
+                runs[-1].append(number)
+            else:
+                runs.append([number])
+        texts = []
+        for run in runs:
+            numbers = f"{run[0] + 1}" if len(run) == 1 else f"{run[0] + 1}-{run[-1] + 1}"
+            if (kind := self.kinds[run[0]]) is not Remat.NONE:
+                texts.append(f"{numbers} {kind.value}")
+        return ", ".join(texts) or "none"
+
+
+NO_REMAT = LayerRemat()
+
 OrderEntry = tuple[Pass, int, int]
 """One task of an order: which pass, on which stage, of which microbatch."""
 
@@ -228,6 +279,8 @@ class Plan:
     """Of a schedule that the user made: the passes of each mesh, in its order.  The names of others say their order."""
     opening: Opening = UNOPENED
     """Of a pipeline: how its loops over layers are cut.  A leaf that is cut has a path and a layout for each of its pieces."""
+    remat: LayerRemat = NO_REMAT
+    """What the planner has layers compute again in the backward pass, beyond what the user's own code says."""
 
     @property
     def is_pipeline(self) -> bool:

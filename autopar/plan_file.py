@@ -2,7 +2,7 @@
 
     load(save(plan)) = plan     exactly: floats are written by their shortest text that reads back to the same bits
 
-The file is JSON, ``{"format": "autopar.plan", "version": 4, "plan": {…}}`` with the fields of ``Plan``.  Layouts and
+The file is JSON, ``{"format": "autopar.plan", "version": 5, "plan": {…}}`` with the fields of ``Plan``.  Layouts and
 strategies are few and their users many (24 equal layers), so each distinct one stands once in a table, ``layouts`` or
 ``strategies``, and is referred to by its place there: ``homes``, ``copies`` and ``strategies`` of a stage are pairs
 ``[id, place]``, ``in_layouts`` and ``out_layouts`` are places.
@@ -26,14 +26,17 @@ from autopar.cluster import Mesh
 from autopar.errors import ClusterError, PlanError
 from autopar.files import Header, write_atomically
 from autopar.plan import (
+    NO_REMAT,
     Axes,
     CollectiveUse,
+    LayerRemat,
     Layout,
     Memory,
     Opening,
     Pass,
     Plan,
     Prediction,
+    Remat,
     Schedule,
     SolverReport,
     Stage,
@@ -41,7 +44,7 @@ from autopar.plan import (
 )
 
 FILE_FORMAT = "autopar.plan"
-FILE_VERSION = 4
+FILE_VERSION = 5
 OLDEST_VERSION = 3
 """Files of which nothing but what was added since is missing."""
 _ADVICE = "correct it, or plan again and save anew"
@@ -126,6 +129,11 @@ class _OpeningEntry(Struct, forbid_unknown_fields=True):
     leaves: tuple[tuple[_Whole, _Whole, _Count], ...] = ()
 
 
+class _RematEntry(Struct, forbid_unknown_fields=True):
+    starts: Annotated[tuple[_Whole, ...], Meta(min_length=1)] = NO_REMAT.starts
+    kinds: Annotated[tuple[Remat, ...], Meta(min_length=1)] = NO_REMAT.kinds
+
+
 class _PlanEntry(Struct, forbid_unknown_fields=True, kw_only=True):
     fingerprint: str
     jax_version: str
@@ -137,6 +145,7 @@ class _PlanEntry(Struct, forbid_unknown_fields=True, kw_only=True):
     cuts: tuple[_Count, ...] = ()
     order: tuple[tuple[tuple[Pass, _Whole, _Whole], ...], ...] = ()
     opening: _OpeningEntry = msgspec.field(default_factory=_OpeningEntry)
+    remat: _RematEntry = msgspec.field(default_factory=_RematEntry)
     layouts: tuple[_LayoutEntry, ...]
     strategies: tuple[_StrategyEntry, ...]
     stages: Annotated[tuple[_StageEntry, ...], Meta(min_length=1)]
@@ -224,6 +233,7 @@ def encode_plan(plan: Plan) -> bytes:
         opening=_OpeningEntry(
             index(plan.opening.pieces), tuple((index(a), index(b), index(c)) for a, b, c in plan.opening.leaves)
         ),
+        remat=_RematEntry(tuple(map(index, plan.remat.starts)), plan.remat.kinds),
         layouts=tuple(_LayoutEntry(layout.dims, layout.partial) for layout in layouts.entries()),
         strategies=tuple(_StrategyEntry(one.factors, one.passing) for one in strategies.entries()),
         stages=stages,
@@ -375,6 +385,7 @@ class _Reader:
             cuts=stored.cuts,
             order=stored.order,
             opening=Opening(stored.opening.pieces, stored.opening.leaves),
+            remat=self._remat(),
         )
 
     def _check_stages(self, stages: tuple[Stage, ...]) -> None:
@@ -423,6 +434,17 @@ class _Reader:
             raise self._error("$.plan.opening.leaves", "leaves are cut, and no loop is")
         if positions != sorted(set(positions)):
             raise self._error("$.plan.opening.leaves", "the positions do not ascend")
+
+    def _remat(self) -> LayerRemat:
+        """Layers ascend from the first operator, and each has its choice."""
+        stored = self._stored.remat
+        if len(stored.starts) != len(stored.kinds):
+            raise self._error(
+                "$.plan.remat.kinds", f"{len(stored.kinds)} choices for the {len(stored.starts)} layers of starts"
+            )
+        if stored.starts[0] != 0 or list(stored.starts) != sorted(set(stored.starts)):
+            raise self._error("$.plan.remat.starts", f"{list(stored.starts)} do not ascend from 0")
+        return LayerRemat(stored.starts, stored.kinds)
 
     def _check_dealing(self, homes: list[int]) -> None:
         """Stages share meshes as their schedule has it; ``homes`` is, for each, the first stage on its mesh."""

@@ -40,12 +40,14 @@ from autopar.pipelines import (
     counts_of,
     leaves_layouts_open,
     may_be_pipeline,
+    pipeline_alike,
     plan_pipeline,
     plan_pipeline_like,
     useful_seconds,
     wants_pipeline,
 )
 from autopar.plan import Plan
+from autopar.remat_search import Alike, Planners, with_remat
 from autopar.schedule.spmd import output_layouts
 from autopar.subjects import Demands, Rewritings, Subjected
 from autopar.user_shardings import UserDemands, UserShardings, user_demands, with_wishes
@@ -97,6 +99,8 @@ def make_plan(
     Unless the number of microbatches is demanded, the batch stays whole if the fastest plan then keeps the memory
     budget; else cuts into 2, 4, 8, … are planned as well, until one is no longer squeezed, and the fastest is taken.
 
+    Layers compute again in the backward pass what ``demands.remat`` says, or what :mod:`autopar.remat_search` finds to pay.
+
     Raises :class:`~autopar.errors.PlanError` when a demand cannot be met.
     """
     subject = subject.as_written
@@ -108,6 +112,37 @@ def make_plan(
         if devices:
             alone = _Planner(subject, cluster.part(devices), demands, report_progress).on_one_mesh()
             return _on_devices(alone, devices, cluster)
+    planners = Planners(
+        lambda one: _best_plan(one, cluster, demands, report_progress),
+        lambda one, plan, cuts: _plan_alike(one, cluster, demands, plan, cuts, report_progress),
+    )
+    return with_remat(subject, cluster, demands, planners, report_progress)
+
+
+def _plan_alike(
+    subject: Subjected,
+    cluster: Cluster,
+    demands: Demands,
+    plan: Plan,
+    cuts: tuple[int, ...],
+    report_progress: Callable[[str], None],
+) -> Alike:
+    """A plan of the same shape as another one, for a step whose layers compute something else again."""
+    if plan.is_pipeline:
+        return pipeline_alike(subject, cluster, demands, plan, cuts, report_progress)
+    devices = plan.stages[0].devices
+    part = cluster.part(devices) if devices else cluster
+    try:
+        found = _Planner(subject, part, demands, report_progress).plan_in(plan.num_microbatches)
+    except BudgetError:
+        return Alike(None, (True,))
+    return Alike(_on_devices(found, devices, cluster) if devices else found, (found[2].is_squeezed,))
+
+
+def _best_plan(
+    subject: Subjected, cluster: Cluster, demands: Demands, report_progress: Callable[[str], None]
+) -> tuple[Subjected, Plan, Found | None]:
+    """The fastest plan of a step in this form."""
     if wants_pipeline(demands):
         return plan_pipeline(subject, cluster, demands, report_progress)
     planner = _Planner(subject, cluster, demands, report_progress)
@@ -406,4 +441,5 @@ def plan_of(subject: Subjected, cluster: Cluster, method_name: str, found: Found
         prediction=found.prediction,
         solver=found.solver,
         num_microbatches=subject.num_microbatches,
+        remat=subject.remat,
     )

@@ -25,12 +25,13 @@ from autopar.inter_op.alone import each_alone, twin_of
 from autopar.inter_op.examples import CoupledBatchError, examples_of
 from autopar.inter_op.looped import as_one_trip, with_open_branches
 from autopar.inter_op.opened import MAY_BE_CUT, Opened, opened, opened_roles
+from autopar.inter_op.remat import Rematerialising
 from autopar.inter_op.stacks import Rows, layer_loops, stacks_of
 from autopar.inter_op.terms import BatchCoupling, MicrobatchRng, Terms
 from autopar.intra_op.search import Ground
 from autopar.likeness import Likeness
 from autopar.methods import Method
-from autopar.plan import UNOPENED, Opening, Schedule
+from autopar.plan import NO_REMAT, UNOPENED, LayerRemat, Opening, Plan, Remat, Schedule
 from autopar.schedule.orders import OrderFunction
 from autopar.user_shardings import UserShardings
 
@@ -56,6 +57,8 @@ class Demands:
     rng: MicrobatchRng = MicrobatchRng.EXACT
     like: Likeness | None = None
     """The step whose plan says where the state lies."""
+    remat: Remat | None = None
+    """What every layer computes again; None: the planner's choice."""
 
     @property
     def key(self) -> Hashable:
@@ -92,11 +95,13 @@ class Subjected:
     coupling: str = ""
     """Why the batch was not cut into microbatches, where memory would have asked for it."""
     written: Subjected | None = None
-    """Where loops over layers are cut: the step as it was written."""
+    """Where loops over layers are cut, or layers compute again: the step as it was written."""
     opened: Opened | None = None
     """Where loops over layers are cut: how the leaves of the step as it was written are leaves of this program."""
     opening: Opening = UNOPENED
     """How loops over layers are cut."""
+    remat: LayerRemat = NO_REMAT
+    """What layers compute again in the backward pass."""
 
     @property
     def as_written(self) -> Subjected:
@@ -205,7 +210,7 @@ def cut_between_trips(subject: Subjected, opening: Opening, platform: str) -> Su
         wishes=wishes,
         leaves=said,
         retrace=None if subject.retrace is None else functools.partial(_retraced, subject, opening, platform),
-        written=subject,
+        written=subject.written or subject,
         opened=leaves,
         opening=replace(opening, leaves=tuple((position, rows.dim, rows.count) for position, rows in at)),
     )
@@ -219,6 +224,58 @@ def _retraced(subject: Subjected, opening: Opening, platform: str, size: int) ->
         subject, program=program, graph=build_graph(program.jaxpr, platform=platform), leaves=None, retrace=None
     )
     return cut_between_trips(one, opening, platform).program
+
+
+def rematerialising(subject: Subjected) -> Rematerialising:
+    """The layers of a step as it was written, and what they may compute again."""
+    return Rematerialising(subject.program, subject.graph, subject.roles.leaves(Role.BATCH), subject.roles.state_pairs)
+
+
+def rematerialised(subject: Subjected, chosen: LayerRemat, platform: str) -> Subjected:
+    """The step as it was written with layers that compute again what their backward passes read.
+
+    Raises :class:`~autopar.errors.PlanError` where the step has no such layers.
+    """
+    if not chosen.is_any:
+        return subject
+    forms = rematerialising(subject)
+    if chosen.starts[-1] >= forms.num_positions:
+        raise PlanError(
+            f"the plan has a layer computed again that begins before operator {chosen.starts[-1]} of the forward pass, which "
+            f"has {forms.num_positions}; plan again for this step"
+        )
+    program = forms.program(chosen)
+    graph = build_graph(program.jaxpr, platform=platform)
+    wishes = subject.wishes
+    if subject.leaves is not None:
+        wishes = wishes_of(graph, program.in_paths, subject.roles.leaves(Role.STATE), subject.leaves)
+    return replace(
+        subject,
+        program=program,
+        graph=graph,
+        wishes=wishes,
+        retrace=None if subject.retrace is None else functools.partial(_again_retraced, subject, chosen, platform),
+        written=subject.written or subject,
+        remat=chosen,
+    )
+
+
+def _again_retraced(subject: Subjected, chosen: LayerRemat, platform: str, size: int) -> TracedProgram:
+    """The program on a batch of another size, whose layers compute the same again."""
+    assert subject.retrace is not None
+    program = subject.retrace(size)
+    one = replace(
+        subject, program=program, graph=build_graph(program.jaxpr, platform=platform), leaves=None, retrace=None
+    )
+    return rematerialised(one, chosen, platform).program
+
+
+def as_planned(subject: Subjected, plan: Plan, terms: Terms, platform: str) -> Subjected:
+    """The step as it was written in the form that a plan speaks of; raises PlanError where it has none."""
+    subject = rematerialised(subject, plan.remat, platform)
+    if not plan.is_pipeline:
+        return microbatched(subject, terms, platform)
+    return as_loop(subject, terms, platform, opening=plan.opening)
 
 
 def _wishes_of_pieces(said: LeafWishes, program: TracedProgram, leaves: Opened) -> LeafWishes:

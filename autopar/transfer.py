@@ -21,7 +21,7 @@ def adapt_stage(plan: Plan, subject: Subjected, cluster: Cluster, demands: Deman
 
     That is when the program differs, something no longer divides, or the memory budget is exceeded.
     """
-    if plan.num_microbatches > 1 or plan.is_pipeline:
+    if plan.num_microbatches > 1 or plan.is_pipeline or plan.remat.is_any:
         return None
     stage = plan.stages[0]
     graph = subject.graph

@@ -212,7 +212,25 @@ def _pipeline_notes(case: _Case) -> tuple[str, ...]:
         notes.append(f"There is one microbatch, because {case.subject.coupling}.")
     if not case.subject.donated or not case.step.demands.donate_state:
         notes.append("No state is donated, so a step holds the old and the new state at once.")
-    return (*notes, *case.said[1])
+    return (*notes, *_remat_notes(case), *case.said[1])
+
+
+def _remat_notes(case: _Case) -> tuple[str, ...]:
+    """What layers compute again, and what that adds to the work."""
+    remat = case.plan.remat
+    if not remat.is_any:
+        return ()
+    subject = case.subject
+    work, before = (
+        sum(operator.flops * trips for operator, trips in one.graph.all_operators())
+        for one in (subject, subject.as_written)
+    )
+    layers = (
+        f"Of {len(remat.kinds)} layers, counted along the forward pass, these are computed again in the backward pass"
+    )
+    return (
+        f"{layers}, so that less is kept for it: {remat}. That adds {work / before - 1:.0%} to the FLOPs of a step.",
+    )
 
 
 def _explanation(case: _Case) -> Explanation:
@@ -388,4 +406,4 @@ def _notes(case: _Case, whys: tuple[Why, ...]) -> tuple[str, ...]:
         notes.append(f"Microbatches would save memory, but {case.subject.coupling}.")
     if case.subject.wishes.wishes:
         notes.append("Shardings in your own code bind the plan, not those of the methods that it is compared with.")
-    return (*notes, *case.said[1])
+    return (*notes, *_remat_notes(case), *case.said[1])

@@ -152,6 +152,11 @@ class Rewriting:
         for todo in operators:
             if isinstance(todo, tuple):
                 operator, strategy = level.regrown[todo]
+                if operator.primitive == BARRIER:  # its part is that of its operand
+                    guarded = operator.operands[operator.results.index(todo[0])]
+                    assert guarded is not None
+                    part[todo] = operand(guarded, todo[1])
+                    continue
                 with _compat.as_written(operator.equation):
                     if strategy:
                         made = self._run(one, operator, strategy, operand)

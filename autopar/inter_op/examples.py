@@ -451,6 +451,11 @@ class _Reader:
         if draws and dim >= len(rule.operands[0]):
             level.regrown[result, dim] = (operator, ())
             return
+        if _is_each_its_own(operator):
+            if (value := operator.operands[position]) is not None:
+                level.regrown[result, dim] = (operator, ())
+                level.pieces.add((value, dim))
+            return
         strategy = part_of(operator, position, dim, self._mesh)
         if strategy is None:
             return

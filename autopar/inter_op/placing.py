@@ -84,10 +84,14 @@ def first_readers(loop: Looped) -> dict[int, int]:
 
 def anchored(loop: Looped) -> tuple[frozenset[int], frozenset[int]]:
     """Operators of the body that depend on a large array from outside and on the batch; values that depend on the former."""
-    heavy = _heavy_values(loop)
-    rows = _row_values(loop)
+    heavy, rows = _heavy_values(loop), _row_values(loop)
+    return anchored_among(loop.body.operators, heavy, rows), frozenset(heavy)
+
+
+def anchored_among(operators: Iterable[Operator], heavy: set[int], rows: set[int]) -> frozenset[int]:
+    """Operators that depend on both kinds of values; what is made of either is added to it."""
     found = set()
-    for operator in loop.body.operators:
+    for operator in operators:
         operands = [value for value in operator.operands if value is not None]
         is_heavy, is_row = not heavy.isdisjoint(operands), not rows.isdisjoint(operands)
         if is_heavy:
@@ -96,7 +100,7 @@ def anchored(loop: Looped) -> tuple[frozenset[int], frozenset[int]]:
             rows.update(operator.results)
         if is_heavy and is_row:
             found.add(operator.id)
-    return frozenset(found), frozenset(heavy)
+    return frozenset(found)
 
 
 def _heavy_values(loop: Looped) -> set[int]:

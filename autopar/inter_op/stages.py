@@ -204,6 +204,12 @@ class StagePlanner:
         chunks = max(map(len, arrangement.sharing))
         return max(seconds) + (sum(seconds) - max(seconds)) / (chunks * self._task.loop.count)
 
+    def squeezed(self, arrangement: Arrangement) -> tuple[bool, ...]:
+        """For each mesh, in the order of their first stages, whether the fastest plans of its stages exceed the budget."""
+        result = self._at(arrangement, self.cut(arrangement.cuts), [0.0] * len(arrangement.devices))
+        over = self._over(result)
+        return tuple(any(over[stage] for stage in stages) for stages in arrangement.sharing)
+
     def plan(self, arrangement: Arrangement, give_up_seconds: float = float("inf")) -> PipelineFound:
         """The pipeline of an arrangement; raises :class:`~autopar.errors.BudgetError` where no stage plan keeps the budget.
 

@@ -1,0 +1,218 @@
+"""Should layers compute again what their backward passes read, and which of them?
+
+Where memory does not limit the plan, nothing is computed again.  Where it does, the step is planned as it is and with every layer
+computed again (``full``), which needs the least memory.  Then that plan is kept (its mesh, or its stages, devices, schedule and
+microbatches), and layers are relieved of work as far as the memory allows: let layer ℓ keep b(ℓ, k) bytes and repeat s(ℓ, k)
+seconds of work under choice k (:class:`~autopar.inter_op.remat.RematCost`), and
+
+    minimise    Σ s(ℓ, k(ℓ))          over the layers of a mesh
+    subject to  Σ b(ℓ, k(ℓ)) ≤ B
+
+a knapsack with a choice for each item.  The backward pass of a mesh's last layer follows its forward pass at once, so what it
+keeps may be no burden; both are tried, b as it is and b = 0 there.  These are estimates for whole arrays, and good for an order,
+not for a budget: the largest B that fits is found by bisection between what ``full`` and what ``none`` keep, for all meshes at
+the same time, each answer judged by planning and, of pipelines, simulating it.  The fastest of all that was planned is taken.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.cluster import Cluster, Platform
+from autopar.errors import BudgetError
+from autopar.graph.ir import Phase
+from autopar.inter_op.remat import RematCost, Rematerialising
+from autopar.intra_op.ilp import solve
+from autopar.intra_op.model import MemoryRow, Model
+from autopar.intra_op.search import LARGE_OPERATORS, Found
+from autopar.methods import IntraOp, method_of
+from autopar.plan import LayerRemat, Plan, Remat
+from autopar.subjects import Demands, Subjected, rematerialised, rematerialising
+
+Planned = tuple[Subjected, Plan, Found | None]
+
+BOUND_SHARE = 0.7
+"""A pipeline that needs less than this share of the budget is not limited by memory."""
+
+MOST_TRIED = 6
+"""So many mixtures of choices are planned at most: enough to find what is kept to 3 % of what can be."""
+
+TIE = 1e-6
+KNAPSACK_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Alike:
+    """A plan made like another one; for each of its meshes whether memory kept it from what would be fastest there."""
+
+    planned: Planned | None
+    is_squeezed: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Planners:
+    """What is planned with: the best plan of a step, and one that is like a known plan but for what layers compute again.
+
+    The second is given the forward operators before which the known plan's stages begin in the new step.
+    """
+
+    best: Callable[[Subjected], Planned]
+    alike: Callable[[Subjected, Plan, tuple[int, ...]], Alike]
+
+
+def with_remat(
+    subject: Subjected, cluster: Cluster, demands: Demands, planners: Planners, report: Callable[[str], None]
+) -> Planned:
+    """The plan of a step as it was written, with what layers compute again: as demanded, or as is fastest.
+
+    Raises :class:`~autopar.errors.BudgetError` where nothing fits, and whatever planning raises.
+    """
+    platform = cluster.device.platform.value
+    if demands.remat is not None:
+        chosen = rematerialising(subject).all(demands.remat) if demands.remat is not Remat.NONE else subject.remat
+        return planners.best(rematerialised(subject, chosen, platform))
+    refusal: BudgetError | None = None
+    try:
+        kept: Planned | None = planners.best(subject)
+    except BudgetError as error:
+        kept, refusal = None, error
+    if not _may_pay(subject, cluster, demands, kept):
+        return _or_raise(kept, refusal)
+    forms = rematerialising(subject)
+    everything = forms.all(Remat.FULL)
+    report("planning with layers that compute again")
+    try:
+        lean = planners.best(rematerialised(subject, everything, platform))
+    except BudgetError:
+        return _or_raise(kept, refusal)
+    search = _Relief(subject, cluster, planners.alike, forms, lean)
+    found = [lean, *search.better_ones(report)]
+    if kept is not None:
+        found.append(kept)
+    return min(found, key=lambda one: one[1].step_seconds)
+
+
+def _or_raise(kept: Planned | None, refusal: BudgetError | None) -> Planned:
+    if kept is None:
+        assert refusal is not None
+        raise refusal
+    return kept
+
+
+def _may_pay(subject: Subjected, cluster: Cluster, demands: Demands, kept: Planned | None) -> bool:
+    """Whether computing again may help: memory limits the plan, and neither method nor code say what is computed again.
+
+    Of large steps every plan takes long, so there it must be that nothing fits.  XLA:CPU drops barriers, and then finds that a
+    program does the same work twice; only where the passes are programs of their own does that keep less.
+    """
+    operators = subject.graph.operators
+    if not isinstance(method_of(demands.method), IntraOp):
+        return False
+    is_pipeline = kept is not None and kept[1].is_pipeline
+    if cluster.device.platform is Platform.CPU and not is_pipeline and demands.stages in (None, 1):
+        return False
+    if not any(operator.phase is Phase.BACKWARD for operator in operators) or rematerialising(subject).says_remat:
+        return False
+    if kept is None:
+        return True
+    if len(operators) > LARGE_OPERATORS:
+        return False
+    _, plan, found = kept
+    if found is not None:
+        return found.is_squeezed or (plan.num_microbatches > 1 and demands.num_microbatches is None)
+    budget_bytes = float(demands.memory_per_device or cluster.per_device_memory_bytes)
+    return plan.peak_bytes > BOUND_SHARE * budget_bytes
+
+
+class _Relief:
+    """Owns the search for the layers that a lean plan can relieve of work."""
+
+    def __init__(
+        self,
+        subject: Subjected,
+        cluster: Cluster,
+        alike: Callable[[Subjected, Plan, tuple[int, ...]], Alike],
+        forms: Rematerialising,
+        lean: Planned,
+    ) -> None:
+        self._subject, self._cluster, self._alike, self._forms = subject, cluster, alike, forms
+        self._plan = lean[1]
+        self._all = forms.all(Remat.FULL)
+        left = forms.surviving(self._all)
+        self._cuts = tuple(left[cut] for cut in self._plan.cuts)
+        """Before which operators of the forward pass as it was written stages begin."""
+        self._costs = {kind: [forms.cost(forms.all(kind), k) for k in range(len(self._all.starts))] for kind in Remat}
+        self._answers: dict[LayerRemat, Alike] = {}
+
+    def better_ones(self, report: Callable[[str], None]) -> list[Planned]:
+        """Plans like the lean one with fewer layers computed again."""
+        for last_is_free in (False, True):
+            self._bisect(last_is_free, report)
+        return [answer.planned for answer in self._answers.values() if answer.planned is not None]
+
+    def _bisect(self, last_is_free: bool, report: Callable[[str], None]) -> None:
+        meshes = self._layers_of_meshes()
+        low, high = [0.0] * len(meshes), [1.0] * len(meshes)  # shares of what can be kept: fits, may fit
+        at = list(high)
+        for _ in range(MOST_TRIED):
+            chosen = self._chosen(meshes, at, last_is_free)
+            if chosen not in self._answers:
+                report(f"planning with layers computed again: {chosen}")
+                self._answers[chosen] = self._alike_with(chosen)
+            for mesh, is_squeezed in enumerate(self._answers[chosen].is_squeezed):
+                (high if is_squeezed else low)[mesh] = at[mesh]
+            if low == at:
+                break  # nothing needs to be computed again
+            at = [one if one == top else (one + top) / 2 for one, top in zip(low, high, strict=True)]
+
+    def _alike_with(self, chosen: LayerRemat) -> Alike:
+        platform = self._cluster.device.platform.value
+        left = self._forms.surviving(chosen)
+        cuts = tuple(bisect_left(left, cut) for cut in self._cuts)
+        return self._alike(rematerialised(self._subject, chosen, platform), self._plan, cuts)
+
+    def _layers_of_meshes(self) -> list[list[int]]:
+        """The layers on each mesh: a layer is on the stage where it begins."""
+        homes = self._plan.meshes_of_stages
+        found: list[list[int]] = [[] for _ in range(self._plan.num_meshes)]
+        for layer, start in enumerate(self._all.starts):
+            found[homes[bisect_right(self._cuts, start)]].append(layer)
+        return found
+
+    def _chosen(self, meshes: Sequence[Sequence[int]], shares: Sequence[float], last_is_free: bool) -> LayerRemat:
+        """The choices of least work for which layers keep these shares of what they can keep."""
+        kinds = list(self._all.kinds)
+        for own, share in zip(meshes, shares, strict=True):
+            for layer, kind in zip(own, self._least_work(own, share, last_is_free), strict=True):
+                kinds[layer] = kind
+        return self._all.with_kinds(kinds)
+
+    def _least_work(self, own: Sequence[int], share: float, last_is_free: bool) -> list[Remat]:
+        """The choices of the layers of one mesh."""
+        if not own or share == 1.0:
+            return [Remat.NONE] * len(own)
+        seconds = [np.array([self._seconds(self._costs[kind][layer]) for kind in Remat]) for layer in own]
+        kept = {
+            item: np.array([float(self._costs[kind][layer].kept_bytes) for kind in Remat])
+            for item, layer in enumerate(own[:-1] if last_is_free else own)
+        }
+        least, most = (sum(options[choose] for options in kept.values()) for choose in (_FULL, _NONE))
+        # Ties go to the layers that come first, so that runs of layers have the same choice.
+        tied = [options * (1 + TIE * item) for item, options in enumerate(seconds)]
+        row = MemoryRow(kept, {}, least + share * (most - least))
+        solution = solve(Model(tied, {}, [row] if kept else []), time_limit_seconds=KNAPSACK_SECONDS)
+        if solution is None:  # rounding at a share of 0
+            return [Remat.FULL] * len(own)
+        return [tuple(Remat)[option] for option in solution.options]
+
+    def _seconds(self, cost: RematCost) -> float:
+        """Of all devices on the whole arrays: only the order of these counts."""
+        computing = sum(flops / self._cluster.per_device_flops_per_second(dtype) for dtype, flops in cost.flops.items())
+        return computing + cost.bytes_moved / self._cluster.per_device_memory_bytes_per_second
+
+
+_NONE, _FULL = (tuple(Remat).index(kind) for kind in (Remat.NONE, Remat.FULL))
