@@ -92,7 +92,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
 def test_entries_stand_in_the_tables_once(tmp_path: Path) -> None:
     content = stored(TOY, tmp_path / "plan.json")
-    assert (content["format"], content["version"]) == ("autopar.plan", 4)
+    assert (content["format"], content["version"]) == ("autopar.plan", 5)
     plan = content["plan"]
     assert plan["layouts"] == [
         {"dims": [["data", "model"], []], "partial": []},
@@ -456,11 +456,13 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
         assert "is not complete JSON" in refusal(path, text[:length])
 
 
-def test_files_of_the_version_before_are_read(tmp_path: Path) -> None:
-    """They know nothing of loops over layers that are cut."""
+@pytest.mark.parametrize(("version", "unknown"), [(3, ("opening", "remat")), (4, ("remat",))])
+def test_files_of_the_versions_before_are_read(version: int, unknown: tuple[str, ...], tmp_path: Path) -> None:
+    """They know nothing of loops over layers that are cut, or of layers that compute again."""
     content = stored(TOY, tmp_path / "plan.json")
-    content["version"] = 3
-    del content["plan"]["opening"]
+    content["version"] = version
+    for name in unknown:
+        del content["plan"][name]
     (tmp_path / "plan.json").write_text(json.dumps(content))
     assert Plan.load(tmp_path / "plan.json") == TOY
 
@@ -468,9 +470,9 @@ def test_files_of_the_version_before_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "message"),
     [
-        (5, "$.version is 5, written by a newer release, and this one reads 4; upgrade autopar"),
-        (2, "$.version is 2, written by an older release, and this one reads 4; plan again with this release"),
-        (0, "$.version is 0, and there is no such version (this release reads 4)"),
+        (6, "$.version is 6, written by a newer release, and this one reads 5; upgrade autopar"),
+        (2, "$.version is 2, written by an older release, and this one reads 5; plan again with this release"),
+        (0, "$.version is 0, and there is no such version (this release reads 5)"),
         ("1", "Expected `int`, got `str` - at `$.version`"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -131,7 +132,7 @@ class Row:
 ROWS = (
     Row("mlp_nnx", Remat.FULL, 2, 4, "zb_h1"),
     Row("unet", Remat.DOTS, 2, 2, "1f1b"),
-    Row("llama_nnx", Remat.FULL, 1, 2, None),
+    Row("llama_nnx", Remat.FULL, 1, 1, None),
 )
 MESH_SHAPES = {1: (2, 4), 2: (2, 2), 4: (2, 1)}
 PRODUCT = tuple(
@@ -168,7 +169,7 @@ def test_the_same_numbers(row: Row) -> None:
 
 def test_passes_of_stages_as_compiled() -> None:
     """The forward pass of a stage hands less to its backward pass, which has the matrix products of both."""
-    model = build("gpt")
+    model = build("mlp_nnx")
     made = {}
     for kind in (Remat.NONE, Remat.FULL):
         step = autopar.parallelize(
@@ -279,10 +280,11 @@ def test_it_is_declined_where_memory_is_no_limit_and_where_the_user_says() -> No
     assert not planned(model, cluster, memory_per_device=squeezed, method="intra_op").remat.is_any
 
 
-def test_stages_are_relieved_one_by_one() -> None:
+@pytest.mark.parametrize("layers", [2, pytest.param(6, marks=pytest.mark.verify)])
+def test_stages_are_relieved_one_by_one(layers: int) -> None:
     """The first stage of 1f1b has most in flight, so it computes most again."""
-    model, cluster = deep_gpt(8), gpus(4)
-    options = {"stages": [[0], [1], [2], [3]], "num_microbatches": 8, "schedule": "1f1b"}
+    model, cluster = deep_gpt(layers), gpus(2)
+    options = {"stages": [[0], [1]], "num_microbatches": 4, "schedule": "1f1b"}
     most, least = (planned(model, cluster, remat=kind, memory_per_device=1e15, **options) for kind in ("none", "full"))
     budget_bytes = (most.peak_bytes + least.peak_bytes) / 2
     found = planned(model, cluster, memory_per_device=budget_bytes, **options)
@@ -304,6 +306,33 @@ def test_plans_are_files_and_run_again(tmp_path: Any) -> None:
     assert again.last.plan == plan
     assert np.isfinite(float(metrics["loss"]))
     assert "computed again in the backward pass" in str(autopar.explain(again))
+
+
+@pytest.mark.parametrize(
+    ("remat", "message"),
+    [
+        ({"starts": [0, 3], "kinds": ["full"]}, "1 choices for the 2 layers of starts"),
+        ({"starts": [1], "kinds": ["full"]}, "do not ascend from 0"),
+        ({"starts": [0, 5, 5], "kinds": ["full", "none", "dots"]}, "do not ascend from 0"),
+        ({"starts": [0], "kinds": ["half"]}, "Invalid enum value 'half'"),
+        ({"starts": [0, 10_000], "kinds": ["none", "full"]}, "begins before operator 10000 of the forward pass"),
+    ],
+)
+def test_files_that_make_no_sense(remat: dict[str, Any], message: str, tmp_path: Any) -> None:
+    model = build("mlp_nnx")
+    step = autopar.parallelize(model.train_step, method="data_parallel", cluster=eight_slow_devices())
+    arguments = model.abstract_state(), model.abstract_batch()
+    step.plan(*arguments).save(tmp_path / "plan.json")
+    content = json.loads((tmp_path / "plan.json").read_text())
+    content["plan"]["remat"] = remat
+    (tmp_path / "odd.json").write_text(json.dumps(content))
+
+    def use() -> None:
+        step.use(autopar.Plan.load(tmp_path / "odd.json"))
+        step.compile(*arguments)
+
+    with pytest.raises(PlanError, match=message):
+        use()
 
 
 def test_what_no_step_has_is_refused() -> None:
