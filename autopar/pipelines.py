@@ -180,7 +180,7 @@ def pipeline_alike(
 ) -> Alike:
     """A pipeline of the same stages, devices, schedule and microbatches as another one, with stages cut before other operators.
 
-    There is none if no plan of its stages keeps the budget; a mesh is squeezed if the fastest one does not.
+    There is none if the fastest plans of its stages, regardless of memory, do not keep the budget on every mesh.
     """
     one = as_loop(
         subject,
@@ -192,11 +192,9 @@ def pipeline_alike(
     schedule = schedule_of(plan, plan.num_microbatches) if demands.schedule is None else demands.schedule
     arrangement = Arrangement(cuts, tuple(stage.devices for stage in plan.stages), schedule)
     squeezed = planner.squeezed(arrangement)
-    try:
-        found = planner.plan(arrangement)
-    except BudgetError:
+    if any(squeezed):
         return Alike(None, squeezed)
-    return Alike((one, plan_of_pipeline(one, cluster, demands, found), None), squeezed)
+    return Alike((one, plan_of_pipeline(one, cluster, demands, planner.plan(arrangement)), None), squeezed)
 
 
 def may_be_pipeline(subject: Subjected, cluster: Cluster, demands: Demands, whole: Plan | None) -> bool:

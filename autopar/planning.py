@@ -7,6 +7,7 @@ planner's answer becomes a Plan with paths and predictions.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -132,11 +133,13 @@ def _plan_alike(
         return pipeline_alike(subject, cluster, demands, plan, cuts, report_progress)
     devices = plan.stages[0].devices
     part = cluster.part(devices) if devices else cluster
-    try:
-        found = _Planner(subject, part, demands, report_progress).plan_in(plan.num_microbatches)
-    except BudgetError:
+    budget_bytes = float(demands.memory_per_device or part.per_device_memory_bytes)
+    # Without a budget the integer program is quick, and a plan that would have to be squeezed is no improvement.
+    free = replace(demands, memory_per_device=math.inf)
+    found = _Planner(subject, part, free, report_progress).plan_in(plan.num_microbatches)
+    if found[1].peak_bytes > budget_bytes:
         return Alike(None, (True,))
-    return Alike(_on_devices(found, devices, cluster) if devices else found, (found[2].is_squeezed,))
+    return Alike(_on_devices(found, devices, cluster) if devices else found, (False,))
 
 
 def _best_plan(

@@ -41,13 +41,17 @@ BOUND_SHARE = 0.7
 MOST_TRIED = 6
 """So many mixtures of choices are planned at most: enough to find what is kept to 3 % of what can be."""
 
+HOPEFUL = 1.02
+"""A mixture is planned if it is estimated to take so many times what the best plan takes at most."""
+
 TIE = 1e-6
+"""Of layers that are alike the first compute again: the others' seconds count so much more."""
 KNAPSACK_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class Alike:
-    """A plan made like another one; for each of its meshes whether memory kept it from what would be fastest there."""
+    """A plan made like another one, if the fastest one fits; for each of its meshes whether that exceeds the budget there."""
 
     planned: Planned | None
     is_squeezed: tuple[bool, ...]
@@ -89,7 +93,8 @@ def with_remat(
         lean = planners.best(rematerialised(subject, everything, platform))
     except BudgetError:
         return _or_raise(kept, refusal)
-    search = _Relief(subject, cluster, planners.alike, forms, lean)
+    enough = float("inf") if kept is None else kept[1].step_seconds
+    search = _Relief(subject, cluster, planners.alike, forms, lean, enough)
     found = [lean, *search.better_ones(report)]
     if kept is not None:
         found.append(kept)
@@ -138,9 +143,11 @@ class _Relief:
         alike: Callable[[Subjected, Plan, tuple[int, ...]], Alike],
         forms: Rematerialising,
         lean: Planned,
+        enough_seconds: float,
     ) -> None:
+        """Plans that take ``enough_seconds`` are of no use."""
         self._subject, self._cluster, self._alike, self._forms = subject, cluster, alike, forms
-        self._plan = lean[1]
+        self._plan, self._enough = lean[1], enough_seconds
         self._all = forms.all(Remat.FULL)
         left = forms.surviving(self._all)
         self._cuts = tuple(left[cut] for cut in self._plan.cuts)
@@ -161,6 +168,8 @@ class _Relief:
         for _ in range(MOST_TRIED):
             chosen = self._chosen(meshes, at, last_is_free)
             if chosen not in self._answers:
+                if self._estimate(chosen) > HOPEFUL * self._enough:
+                    break  # what keeps less takes longer still
                 report(f"planning with layers computed again: {chosen}")
                 self._answers[chosen] = self._alike_with(chosen)
             for mesh, is_squeezed in enumerate(self._answers[chosen].is_squeezed):
@@ -174,6 +183,15 @@ class _Relief:
         left = self._forms.surviving(chosen)
         cuts = tuple(bisect_left(left, cut) for cut in self._cuts)
         return self._alike(rematerialised(self._subject, chosen, platform), self._plan, cuts)
+
+    def _estimate(self, chosen: LayerRemat) -> float:
+        """Seconds of a step, by those of the lean plan and what is not repeated any more; of stages the first has most to do."""
+        spared = [
+            self._seconds(self._costs[Remat.FULL][layer]) - self._seconds(self._costs[kind][layer])
+            for layer, kind in enumerate(chosen.kinds)
+        ]
+        devices = len(self._plan.devices_of(0))
+        return self._plan.step_seconds - max(sum(spared[k] for k in own) for own in self._layers_of_meshes()) / devices
 
     def _layers_of_meshes(self) -> list[list[int]]:
         """The layers on each mesh: a layer is on the stage where it begins."""
@@ -201,7 +219,6 @@ class _Relief:
             for item, layer in enumerate(own[:-1] if last_is_free else own)
         }
         least, most = (sum(options[choose] for options in kept.values()) for choose in (_FULL, _NONE))
-        # Ties go to the layers that come first, so that runs of layers have the same choice.
         tied = [options * (1 + TIE * item) for item, options in enumerate(seconds)]
         row = MemoryRow(kept, {}, least + share * (most - least))
         solution = solve(Model(tied, {}, [row] if kept else []), time_limit_seconds=KNAPSACK_SECONDS)

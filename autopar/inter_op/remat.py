@@ -22,7 +22,7 @@ A loop in the forward pass is one operator: it is run again as a whole.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -169,7 +169,7 @@ class Rematerialising:
     def _equations(self, chosen: LayerRemat) -> list[Any]:
         """The equations of the step and of the copies, those without use among them."""
         layers = [self._again(chosen, layer) for layer, kind in enumerate(chosen.kinds) if kind is not Remat.NONE]
-        return list(_Writer(self._graph, [layer for layer in layers if layer.needed]).equations())
+        return list(_Writer(self._graph, [layer for layer in layers if layer.needed], self._changing).equations())
 
     def _forward(self) -> Iterator[Operator]:
         return (operator for operator in self._graph.operators if operator.id in self._number)
@@ -262,7 +262,8 @@ def _all_of(operators: Iterable[Operator]) -> Iterator[tuple[Operator, int]]:
 class _Writer:
     """Owns the copies that are written so far."""
 
-    def __init__(self, graph: Graph, layers: Iterable[_Again]) -> None:
+    def __init__(self, graph: Graph, layers: Iterable[_Again], changing: Set[int]) -> None:
+        """``changing`` are values that depend on the batch or on keys."""
         self._graph = graph
         self._layers = tuple(layers)
         self._of_value = {value: layer for layer in self._layers for value in layer.needed}
@@ -274,7 +275,8 @@ class _Writer:
         self._variable.update(zip(graph.constants, jaxpr.constvars, strict=True))
         for operator in graph.operators:
             self._variable.update(zip(operator.results, operator.equation.outvars, strict=True))
-        self._of_backward = {v for o in graph.operators if o.phase is Phase.BACKWARD for v in o.results}
+        made_backward = {v for o in graph.operators if o.phase is Phase.BACKWARD for v in o.results}
+        self._cotangents = made_backward & changing  # zeros, with which sums begin, are to be seen as such
         self._makers = {id(one): {v: o for o in one.operators for v in o.results} for one in self._layers}
 
     def equations(self) -> Iterator[Any]:
@@ -291,14 +293,14 @@ class _Writer:
                 if id(layer) not in self._behind:
                     yield from self._barrier(layer, operator)
                     gates = [v for v in operator.operands if v is not None and v in self._behind[id(layer)]]
-                    swapped.update({v: self._behind[id(layer)][v] for v in gates if v in self._of_backward})
+                    swapped.update({v: self._behind[id(layer)][v] for v in gates if v in self._cotangents})
                 yield from self._copy(value, layer)
                 swapped[value] = self._copies[value]
             yield self._reading(operator, swapped, operator.equation.source_info)
 
     def _barrier(self, layer: _Again, first_reader: Operator) -> Iterator[Any]:
         """The barrier of a layer, if there is anything to guard."""
-        cotangents = [v for v in first_reader.operands if v is not None and v in self._of_backward]
+        cotangents = [v for v in first_reader.operands if v is not None and v in self._cotangents]
         values = list(dict.fromkeys((*layer.guarded, *cotangents)))
         found = {value: Var(self._variable[value].aval) for value in values}
         self._behind[id(layer)] = dict(found)
