@@ -268,3 +268,27 @@ def test_a_plan_made_on_other_terms_is_refused() -> None:
     again = parallel(step_of(contrastive), 2)
     again.use(plan)
     again(state, batch)
+
+
+def test_running_statistics_of_a_later_stage_are_added_where_they_are_made() -> None:
+    """Of s ← 0.9·s + 0.1·mean, summed over microbatches, one summand is known to every stage and made on none."""
+    random = np.random.default_rng(0)
+    state = {name: random.normal(size=(16, 16)) / 4 for name in ("first", "second")} | {"seen": random.normal(size=16)}
+    batch = {"x": random.normal(size=(BATCH, 16))}
+
+    def step(state: Tree, batch: Tree) -> Any:
+        def loss(params: Tree) -> tuple[jax.Array, jax.Array]:
+            y = jnp.tanh(batch["x"] @ params["first"]) @ params["second"]
+            y = y / jnp.sqrt(jnp.mean(y**2, axis=0))
+            return jnp.mean(jnp.tanh(y) ** 3), 0.9 * state["seen"] + 0.1 * jnp.mean(y, axis=0)
+
+        params = {name: state[name] for name in ("first", "second")}
+        gradients, seen = jax.grad(loss, has_aux=True)(params)
+        return jax.tree.map(lambda p, g: p - g, params, gradients) | {"seen": seen}, {}
+
+    with precision(jnp.float64):
+        expected = mean([jax.jit(step)(state, one)[0] for one in split(batch, 4)])
+        parallelized = parallel(step, 4, stages=2)
+        new, _ = parallelized(jax.tree.map(jnp.array, state), batch)
+        same(new, expected)
+        assert parallelized.plan(state, batch).is_pipeline

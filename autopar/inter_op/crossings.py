@@ -237,8 +237,9 @@ def _want_results(loop: Looped, turns: _Turns, wants: _Wants) -> set[int]:
     for add, chain, parts in summands(loop, turns.turn):
         if chain:
             dropped |= {add.id} | chain
+            home = min((turns.made[part] for part in parts if part in turns.made), default=NEVER)
             for part in parts:
-                own = turns.made.get(part, NEVER)
+                own = turns.made.get(part, home)
                 wants.want(part, (own, own))
         elif add.id not in turns.turn:
             wants.want(add.results[0], (NEVER, NEVER))
@@ -287,8 +288,8 @@ class _Step:
         loop = self._loop
         carries = _compat.scan_arity(loop.loop.equation.params)[1]
         for result, (add, chain, parts) in zip(loop.loop.results, summands(loop, turns.turn), strict=False):
-            made = [turns.made.get(v, NEVER) for v in parts] if chain else [turns.turn.get(add.id, NEVER)]
-            self._held[result] = _Held((min(made), max(made)), "add")
+            made = [turns.made[v] for v in parts if v in turns.made] if chain else [turns.turn.get(add.id, NEVER)]
+            self._held[result] = _Held((min(made, default=NEVER), max(made, default=NEVER)), "add")
         for result, value in zip(loop.loop.results[carries:], loop.body.outputs[carries:], strict=True):
             own = NEVER if value is None else turns.made.get(value, NEVER)
             self._held[result] = _Held((own, own))

@@ -136,7 +136,9 @@ class _Bodies:
         for number in range(self._carries):
             old = self._graph.inputs[self._consts + number]
             add, chain, parts = sums[number]
-            at = {value: self._placing.anchors.get(value, 0) for value in parts}
+            anchors = self._placing.anchors
+            home = min((anchors[value] for value in parts if value in anchors), default=0)
+            at = {value: anchors.get(value, home) for value in parts}  # what any stage has is added where others are
             if len(set(at.values())) <= 1:
                 stage = self._placing.stage.get(add.id, 0)
                 self._bodies[stage].sums[number] = (self._variables[old], outvars[number])
@@ -153,10 +155,13 @@ class _Bodies:
         old = self._variables[self._graph.inputs[self._consts + number]]
         body.inputs.add(self._graph.inputs[self._consts + number])
         total = old
-        for value in values:
-            part = self._made_in(value) if value in self._placing.anchors else Part.BACKWARD
+        made = [value for value in values if value in self._makers]
+        part, order = Part.BACKWARD, 0.0
+        for value in made + [value for value in values if value not in self._makers]:
+            if value in self._makers:  # else it is known all along, and added after the last
+                part = self._made_in(value) if value in self._placing.anchors else Part.BACKWARD
+                order = self._order[self._makers[value].id] + 0.5
             self._want(value, stage, part)
-            order = self._order[self._makers[value].id] + 0.5
             addend = self._variables[value]
             if addend.aval.dtype != old.aval.dtype:
                 wide = _compat.Var(old.aval)
