@@ -7,6 +7,7 @@ few options each this is quicker than an integer program whose relaxation is fra
 
 from __future__ import annotations
 
+import heapq
 import math
 
 import numpy as np
@@ -15,6 +16,9 @@ from autopar.intra_op.model import Model, Solution
 
 MOST_ENTRIES = 1 << 21
 """Of a table, that of the node itself included."""
+
+DECIDED = 0
+"""In place of the entries of a node's table when it has gone: no table has so few."""
 
 Table = tuple[tuple[int, ...], np.ndarray]
 """Costs by the options of some nodes, which are named in ascending order."""
@@ -29,12 +33,19 @@ def optimum_by_elimination(model: Model) -> Solution | None:
         tables[i].append(((i, j), matrix))
         around[i].add(j)
         around[j].add(i)
-    left = set(range(len(sizes)))
+    entries = [_entries(node, around, sizes) for node in range(len(sizes))]
+    waiting = [
+        (count, node) for node, count in enumerate(entries)
+    ]  # with entries of before a neighbour went among them
+    heapq.heapify(waiting)
     decided: list[tuple[int, tuple[int, ...], np.ndarray]] = []
-    while left:
-        node = min(left, key=lambda one: (_entries(one, around, sizes), one))
-        if _entries(node, around, sizes) > MOST_ENTRIES:
+    while waiting:
+        count, node = heapq.heappop(waiting)
+        if count != entries[node]:
+            continue
+        if count > MOST_ENTRIES:
             return None
+        entries[node] = DECIDED
         scope = tuple(sorted(around[node]))
         parts = [part for one in (node, *scope) for part in tables[one] if node in part[0]]
         total = _added(parts, (*scope, node), sizes)
@@ -43,8 +54,9 @@ def optimum_by_elimination(model: Model) -> Solution | None:
             tables[other] = [part for part in tables[other] if node not in part[0]]
             around[other] |= around[node] - {other}
             around[other].discard(node)
+            entries[other] = _entries(other, around, sizes)
+            heapq.heappush(waiting, (entries[other], other))
         tables[node] = []
-        left.discard(node)
         if scope:
             tables[scope[0]].append((scope, total.min(axis=-1)))
     options = [0] * len(sizes)
