@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 class AutoparError(Exception):
     """Base of every error that autopar raises on purpose."""
@@ -20,7 +22,11 @@ class PlanError(AutoparError):
 
 
 class BudgetError(PlanError):
-    """No plan keeps the memory of a device."""
+    """No plan keeps the memory of a device; the leanest that was looked at needs ``needed_bytes`` there."""
+
+    def __init__(self, message: str, *, needed_bytes: float = math.nan) -> None:  # has a default to be picklable
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
 
 
 class ScheduleError(PlanError):

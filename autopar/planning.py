@@ -423,7 +423,9 @@ class _MicrobatchSearch:
         if self.best is not None:
             return replace(self.best[0], coupling=self._coupling), *self.best[1:]
         assert self._refusal is not None
-        raise self._refusal if not self._coupling else BudgetError(f"{self._refusal} Besides, {self._coupling}.")
+        if not self._coupling:
+            raise self._refusal
+        raise BudgetError(f"{self._refusal} Besides, {self._coupling}.", needed_bytes=self._refusal.needed_bytes)
 
 
 def plan_of(subject: Subjected, cluster: Cluster, method_name: str, found: Found) -> Plan:

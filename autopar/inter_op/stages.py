@@ -418,7 +418,8 @@ class StagePlanner:
             f"no plan keeps {bytes_text(budgets[mesh])} per device: {which} "
             f"{bytes_text(int(peaks[mesh]))} under schedule {schedule_name(result.arrangement.schedule)!r}, of which "
             f"{bytes_text(state_bytes)} are state and batch. The largest leaves there are {tenants}. Use more stages "
-            "or devices, more microbatches, another schedule, or raise memory_per_device=."
+            "or devices, more microbatches, another schedule, or raise memory_per_device=.",
+            needed_bytes=peaks[mesh],
         )
 
 

@@ -228,7 +228,7 @@ class _Best:
         if self._found is None:
             if self._leanest is None:
                 raise self.refusals[0]
-            raise BudgetError(_over_budget_message(self._task, self._leanest))
+            raise BudgetError(_over_budget_message(self._task, self._leanest), needed_bytes=self._leanest.total_bytes)
         tried = tuple(str(mesh) for mesh in self._task.meshes)
         return replace(self._found, solver=replace(self._found.solver, seconds=seconds, meshes_tried=tried))
 
