@@ -25,7 +25,10 @@ from benchmarks.models.linen import Task, mean_cross_entropy, supervised
 
 @dataclass(frozen=True)
 class ResNetConfig:
-    """Blocks per stage, features of the first stage, widening, classes, side of the square images."""
+    """Blocks per stage, features of the first stage, widening, classes, side of the square images.
+
+    `remat`: the backward pass computes each block once more instead of keeping what is inside of it.
+    """
 
     stages: tuple[int, ...]
     channels: int
@@ -34,6 +37,7 @@ class ResNetConfig:
     classes: int
     batch_size: int
     learning_rate: float = 0.1
+    remat: bool = False
 
 
 RESNET50, RESNET101 = (3, 4, 6, 3), (3, 4, 23, 3)
@@ -92,15 +96,16 @@ class WideResNet(nn.Module):
         x = nn.Conv(cfg.channels, (7, 7), (2, 2), use_bias=False, name="stem", **types)(images)
         x = nn.relu(nn.BatchNorm(use_running_average=not train, name="stem_norm", **types)(x))
         x = nn.max_pool(x, (3, 3), (2, 2), "SAME")
+        bottleneck = nn.remat(Bottleneck, static_argnums=(2,)) if cfg.remat else Bottleneck
         for stage, blocks in enumerate(cfg.stages):
             for block in range(blocks):
                 stride = 2 if stage > 0 and block == 0 else 1
-                x = Bottleneck(cfg.channels * 2**stage, cfg.width, stride, self.dtype)(x, train)
+                x = bottleneck(cfg.channels * 2**stage, cfg.width, stride, self.dtype)(x, train)
         return nn.Dense(cfg.classes, name="head", **types)(jnp.mean(x, (1, 2)))
 
 
-def _build(size: str, dtype: DTypeLike) -> Model:
-    config = CONFIGS[size]
+def model_of(name: str, config: ResNetConfig, dtype: DTypeLike = jnp.float32) -> Model:
+    """The model of a configuration."""
     task = Task(
         module=WideResNet(config, jnp.dtype(dtype)),
         inputs=("images",),
@@ -108,7 +113,11 @@ def _build(size: str, dtype: DTypeLike) -> Model:
         optimizer=optax.sgd(config.learning_rate, momentum=0.9),
     )
     make_batch = partial(image_batch, side=config.image, classes=config.classes, dtype=dtype)
-    return supervised(f"wide_resnet-{size}", task, make_batch, config.batch_size)
+    return supervised(name, task, make_batch, config.batch_size)
+
+
+def _build(size: str, dtype: DTypeLike) -> Model:
+    return model_of(f"wide_resnet-{size}", CONFIGS[size], dtype)
 
 
 FAMILY = Family("wide_resnet", tuple(CONFIGS), _build)

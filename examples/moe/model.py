@@ -1,7 +1,8 @@
 r"""A GShard-style mixture-of-experts language model and its train step, in plain Flax Linen and Optax.
 
 Every other block of a GPT has E feed-forward networks, its experts, in place of one, and each token goes to two of them.
-With G groups of S tokens (here a group is a sequence) and gates g = softmax(W x) over experts,
+With G groups of S tokens (a sequence, or several that follow each other in the batch) and gates g = softmax(W x) over
+experts,
 
     y_s = Σ_{e in top2(g_s)}  g_se / (g_se + g_se') · FFN_e(x_s),
 
@@ -32,18 +33,22 @@ from examples.gpt.model import Batch, GPTConfig, Metrics, OptimizerConfig, Train
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
-    """A GPT whose every second block has `experts` experts; `balance_weight` is that of each one's balance loss."""
+    """A GPT whose every second block has `experts` experts; `balance_weight` is that of each one's balance loss.
+
+    `group_size` tokens share the experts' places, whole sequences of them (None: those of one).
+    """
 
     base: GPTConfig = dataclasses.field(default_factory=GPTConfig)
     experts: int = 8
     capacity_factor: float = 1.0
     balance_weight: float = 1e-2
     random_routing: bool = True  # the second expert is asked with probability 2 g₂ (GShard, algorithm 1)
+    group_size: int | None = None
 
     @property
     def capacity(self) -> int:
-        """Tokens of one sequence that one expert takes."""
-        return math.ceil(2 * self.base.sequence * self.capacity_factor / self.experts)
+        """Tokens of one group that one expert takes."""
+        return math.ceil(2 * (self.group_size or self.base.sequence) * self.capacity_factor / self.experts)
 
 
 def _preset(hidden: int, layers: int, experts: int) -> MoEConfig:
@@ -118,6 +123,9 @@ class MoE(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         cfg, base = self.config, self.config.base
+        shape = x.shape
+        if cfg.group_size is not None:  # as far as there are as many: parameters are made from one sequence
+            x = x.reshape(-1, min(cfg.group_size, shape[0] * shape[1]), shape[-1])
         router = nn.Dense(cfg.experts, use_bias=False, param_dtype=base.param_dtype, name="router")
         gates = nn.softmax(router(gpt.at_least_float32(x)), axis=-1)
         random = cfg.random_routing and not self.deterministic
@@ -132,7 +140,7 @@ class MoE(nn.Module):
         leave = nn.initializers.variance_scaling(1 / (2 * base.layers), "fan_in", "normal", batch_axis=0)
         hidden = nn.gelu(ExpertDense(base.mlp_ratio * base.hidden, base, enter, name="up")(slots))
         done = ExpertDense(base.hidden, base, leave, name="down")(hidden)
-        return jnp.einsum("gsec,egcm->gsm", combine, done)
+        return jnp.einsum("gsec,egcm->gsm", combine, done).reshape(shape)
 
 
 class MoEBlock(nn.Module):
@@ -165,11 +173,12 @@ class MoETransformer(nn.Module):
         position = self.param("position", init, (base.sequence, base.hidden), base.param_dtype)
         x = embed(tokens) + position[: tokens.shape[1]].astype(base.dtype)
         x = nn.Dropout(base.dropout, deterministic=deterministic)(x)
+        dense, sparse = (nn.remat(gpt.Block), nn.remat(MoEBlock)) if base.remat else (gpt.Block, MoEBlock)
         for index in range(base.layers):
             if index % 2:
-                x = MoEBlock(cfg, deterministic, name=f"layer{index}")(x)
+                x = sparse(cfg, deterministic, name=f"layer{index}")(x)
             else:
-                x = gpt.Block(base, deterministic, name=f"layer{index}")(x)
+                x = dense(base, deterministic, name=f"layer{index}")(x)
         x = nn.LayerNorm(epsilon=1e-5, name="final_norm", **types)(x)
         if base.tie_embeddings:
             return embed.attend(x)
