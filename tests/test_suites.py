@@ -1,41 +1,101 @@
-"""The paper's figures as data: are FLOPs counted as the step does them, and do its plans make stages?"""
+"""The paper's figures as data: are FLOPs counted as the steps do them, do its plans make stages, and can they be priced?"""
 
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
+import math
 
-import jax
-import jax.numpy as jnp
 import pytest
 
-from autopar.graph.roles import infer_roles
-from autopar.graph.tracing import trace
-from autopar.subjects import subject_of
-from benchmarks import suites
-from examples.gpt import model
+from benchmarks.models import moe, wide_resnet
+from benchmarks.suites import steps
+from benchmarks.suites.machine import cluster_of
+from benchmarks.suites.picture import picture
+from benchmarks.suites.pricing import Asked, grids, outcome
+from benchmarks.suites.published import CELLS, Cell, PlanFound, StageFound, Suite
+from benchmarks.suites.report import row_of
 
 
-def test_flops_of_the_paper_are_those_of_the_products() -> None:
+def test_flops_of_gpt_are_those_of_the_products() -> None:
     """All but the recomputation of the last product of each layer, which its gradient does not need."""
-    config = dataclasses.replace(suites.config_of("350M"), hidden=64, layers=3, heads=4, sequence=32, vocab_size=96)
+    config = dataclasses.replace(steps.gpt_config("350M"), hidden=64, layers=3, heads=4, sequence=32, vocab_size=96)
     batch = 4
-    state = jax.eval_shape(partial(model.create_state, jax.random.key(0), config, model.OptimizerConfig()))
-    tokens = jax.ShapeDtypeStruct((batch, config.sequence), jnp.int32)
-    program = trace(model.train_step, (state, {"tokens": tokens, "targets": tokens}))
-    graph = subject_of(program, infer_roles(program), "cuda").graph
-    products = sum(
-        operator.flops * trips for operator, trips in graph.all_operators() if operator.primitive == "dot_general"
-    )
+    counted = steps.product_flops(steps.subject_of_model(steps.gpt_model(config, batch)))
     needless = 8 * batch * config.sequence * config.hidden**2 * config.layers
-    assert products == suites.step_flops(config, batch) - needless
+    assert counted == steps.gpt_flops(config, batch) - needless
 
 
-@pytest.mark.parametrize("num_devices", suites.GPT)
-def test_published_plans_use_every_device_once(num_devices: int) -> None:
-    published = suites.GPT[num_devices].published
-    assert sum(published.stage_sizes) == suites.cluster_of(num_devices).num_devices == num_devices
-    assert [data * other for data, other in published.mesh_shapes] == list(published.stage_sizes)
-    assert suites.BATCH % published.num_microbatches == 0
-    if (demands := published.demands()) is not None and isinstance(demands.stages, tuple):
-        assert [device for stage in demands.stages for device in stage] == list(range(num_devices))
+def test_flops_of_moe_are_those_of_the_products() -> None:
+    """Not needed again are the second matrix of a dense layer and the combination of the others; dispatch has no gradient."""
+    config = steps.moe_config("380M")
+    base = dataclasses.replace(config.base, hidden=64, layers=4, heads=4, sequence=32, vocab_size=96)
+    config = dataclasses.replace(config, base=base, group_size=64)
+    batch, tokens = 4, 4 * base.sequence
+    counted = steps.product_flops(steps.subject_of_model(moe.model_of("toy", config, batch)))
+    dense = 2 * base.mlp_ratio * base.hidden**2
+    combination = dispatch = 4 * base.hidden * config.group_size
+    assert counted == steps.moe_flops(config, batch) - tokens * (dense + combination + dispatch) * base.layers / 2
+
+
+def test_resnet_with_rematerialisation_runs_its_blocks_twice() -> None:
+    """Of a block all but the last convolutions of its branches; their gradients need what went in."""
+    plain = wide_resnet.CONFIGS["toy"]
+    counted = [
+        steps.product_flops(
+            steps.subject_of_model(wide_resnet.model_of("toy", dataclasses.replace(plain, remat=remat)))
+        )
+        for remat in (False, True)
+    ]
+    assert 1.15 < counted[1] / counted[0] < 4 / 3
+
+
+@pytest.mark.parametrize("cell", CELLS.values(), ids=lambda cell: f"{cell.suite}-{cell.num_devices}")
+def test_published_plans_use_every_device_once(cell: Cell) -> None:
+    assert [device for stage in cell.found.devices for device in stage] == list(range(cell.num_devices))
+    assert cluster_of(cell.num_devices).num_devices == cell.num_devices
+    assert cell.batch_size % cell.found.num_microbatches == 0
+
+
+def test_a_faster_device_is_faster_at_all_its_work() -> None:
+    slow, fast = cluster_of(16, 0.5).device, cluster_of(16).device
+    assert slow.dense_flops_per_second("float16") == fast.dense_flops_per_second("float16") / 2
+    assert slow.memory_bytes_per_second == fast.memory_bytes_per_second / 2
+    assert slow.memory_bytes == fast.memory_bytes
+
+
+def test_grids_of_megatron_use_all_devices_and_tensors_stay_in_a_host() -> None:
+    found = list(grids(16))
+    assert all(math.prod(grid) == 16 for grid in found)
+    assert max(tensor for _, tensor, _ in found) == 8
+    assert len(set(found)) == len(found) == 14
+
+
+TOY = Cell(
+    Suite.WIDE_RESNET,
+    4,
+    "toy",
+    16,
+    PlanFound((StageFound((2, 1), 1), StageFound((1, 2), 1)), 4),
+    CELLS[Suite.GPT, 4].measured,
+)
+
+
+def test_a_published_plan_is_priced_with_its_stages_meshes_and_microbatches() -> None:
+    found = outcome(TOY, Asked.PUBLISHED, cluster_of(4))
+    assert found.plan is not None and found.petaflops is not None
+    assert [stage.devices for stage in found.plan.stages] == [(0, 1), (2, 3)]
+    assert found.plan.num_microbatches == 4
+    assert found.ratio == found.petaflops / 0.21
+    model, devices, asked, plan, *_ = row_of(found)
+    assert (model, devices, asked) == ("Wide-ResNet toy", "4", "published")
+    assert plan == "2 stages on 2, 4 microbatches, 1f1b"
+    drawn = picture([found])
+    assert "Wide-ResNet" in drawn and drawn.count("<rect") == 3
+
+
+def test_what_does_not_fit_is_told_with_what_it_needs() -> None:
+    cluster = cluster_of(4)
+    small = cluster.replace(device=dataclasses.replace(cluster.device, memory_bytes=1 << 14))
+    found = outcome(TOY, Asked.PUBLISHED, small)
+    assert found.plan is None and found.refusal == "OOM" and found.needed_bytes > 1 << 14
+    assert found.ratio is None and "OOM" in picture([found])
