@@ -11,6 +11,7 @@ from autopar.cluster import Cluster
 from autopar.collector import paused_collector
 from autopar.errors import BudgetError, PlanError
 from autopar.graph.ir import Graph
+from autopar.inter_op.examples import CoupledBatchError
 from autopar.inter_op.stages import Arrangement, StageDemands, StagePlanner
 from autopar.methods import DataParallel, TensorParallel, mesh_of
 from autopar.pipelines import cuts_for, loop_of, pipeline_task, plan_of_pipeline
@@ -178,7 +179,7 @@ def _best_of(
 ) -> Plan:
     """The fastest number of microbatches, from few examples in each to more, until more are slower or need too much."""
     best: Plan | None = None
-    refusal: BudgetError | None = None
+    refusal: PlanError | None = None
     for rows in ROWS:
         if cell.batch_size % (data * rows):
             continue
@@ -189,6 +190,9 @@ def _best_of(
         )
         try:
             plan = make_plan(step.subject, cluster, demands, lambda text: None)[1]
+        except CoupledBatchError as error:  # experts are shared by more sequences than that
+            refusal = error
+            continue
         except BudgetError as error:
             refusal = error
             break
