@@ -9,11 +9,11 @@ import pytest
 
 from benchmarks.models import moe, wide_resnet
 from benchmarks.suites import steps
-from benchmarks.suites.machine import cluster_of
+from benchmarks.suites.machine import calibrated, cluster_of
 from benchmarks.suites.picture import picture
 from benchmarks.suites.pricing import Asked, grids, outcome
-from benchmarks.suites.published import CELLS, Cell, PlanFound, StageFound, Suite
-from benchmarks.suites.report import row_of
+from benchmarks.suites.published import CALIBRATION, CELLS, Cell, PlanFound, StageFound, Suite
+from benchmarks.suites.report import calibration_text, row_of
 
 
 def test_flops_of_gpt_are_those_of_the_products() -> None:
@@ -99,3 +99,11 @@ def test_what_does_not_fit_is_told_with_what_it_needs() -> None:
     found = outcome(TOY, Asked.PUBLISHED, small)
     assert found.plan is None and found.refusal == "OOM" and found.needed_bytes > 1 << 14
     assert found.ratio is None and "OOM" in picture([found])
+
+
+@pytest.mark.verify
+def test_one_measured_step_takes_as_long_as_it_took() -> None:
+    found = calibrated()
+    assert math.isclose(found.seconds, CALIBRATION.seconds, rel_tol=2e-3)
+    assert 0.5 < found.speed < 1 and found.preset_seconds < found.seconds
+    assert f"{found.speed:.3f}" in calibration_text(found)

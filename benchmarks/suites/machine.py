@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from autopar.cluster import Cluster
 from autopar.methods import TensorParallel
 from autopar.planning import make_plan
+from autopar.subjects import Demands, Subjected
 from benchmarks.suites.published import CALIBRATION, MeasuredStep
-from benchmarks.suites.steps import Step, gpt_config, gpt_flops, gpt_model, subject_of_model
+from benchmarks.suites.steps import gpt_config, gpt_model, subject_of_model
 
 HOST = "p3.16xlarge"
 DEVICES_PER_HOST = 8
@@ -51,12 +52,11 @@ def calibrated(measured: MeasuredStep = CALIBRATION) -> Calibration:
 
     Seconds are a + b/speed, a for links; from the second guess on two points say what a is.
     """
-    config = gpt_config(measured.size)
-    step = Step(subject_of_model(gpt_model(config, measured.batch_size)), gpt_flops(config, measured.batch_size))
-    tried = [(1.0, _simulated(step, measured, 1.0))]
+    subject = subject_of_model(gpt_model(gpt_config(measured.size), measured.batch_size))
+    tried = [(1.0, _simulated(subject, measured, 1.0))]
     speed = tried[0][1] / measured.seconds
     while len(tried) < MOST_GUESSES:
-        tried.append((speed, _simulated(step, measured, speed)))
+        tried.append((speed, _simulated(subject, measured, speed)))
         if math.isclose(tried[-1][1], measured.seconds, rel_tol=TOLERANCE):
             return Calibration(speed, tried[0][1], tried[-1][1], measured)
         (before, slow), (after, fast) = tried[-2:]
@@ -65,14 +65,14 @@ def calibrated(measured: MeasuredStep = CALIBRATION) -> Calibration:
     raise RuntimeError(f"no speed was found in {MOST_GUESSES} guesses: {tried}")
 
 
-def _simulated(step: Step, measured: MeasuredStep, speed: float) -> float:
+def _simulated(subject: Subjected, measured: MeasuredStep, speed: float) -> float:
     """Seconds of the measured step, planned as Megatron-LM lays it out; memory is not in question."""
-    demands = step.demands(
+    demands = Demands(
         method=TensorParallel(measured.tensor),
         mesh_shape=(measured.data, measured.tensor),
         stages=measured.pipeline,
         num_microbatches=measured.num_microbatches,
         memory_per_device=math.inf,
     )
-    _, plan, _ = make_plan(step.subject, cluster_of(measured.num_devices, speed), demands)
+    _, plan, _ = make_plan(subject, cluster_of(measured.num_devices, speed), demands)
     return plan.step_seconds

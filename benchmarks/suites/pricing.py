@@ -94,16 +94,16 @@ def outcome(cell: Cell, asked: Asked, cluster: Cluster, report: Callable[[str], 
 
 
 def _auto(cell: Cell, step: Step, cluster: Cluster, report: Callable[[str], None]) -> Plan:
-    return make_plan(step.subject, cluster, step.demands(), report)[1]
+    return make_plan(step.subject, cluster, step.free, report)[1]
 
 
 def _intra_op(cell: Cell, step: Step, cluster: Cluster, report: Callable[[str], None]) -> Plan:
-    return make_plan(step.subject, cluster, step.demands(method="intra_op"), report)[1]
+    return make_plan(step.subject, cluster, replace(step.free, method="intra_op"), report)[1]
 
 
 def _published(cell: Cell, step: Step, cluster: Cluster, report: Callable[[str], None]) -> Plan:
     """Alpa's stages on their meshes, cut where its numbers of groups of layers say; one forward and one backward pass in turn."""
-    found, demands = cell.found, step.demands(num_microbatches=cell.found.num_microbatches)
+    found, demands = cell.found, replace(step.free, num_microbatches=cell.found.num_microbatches)
     if len(found.stages) == 1:
         alone = replace(demands, method="intra_op", mesh_shape=found.stages[0].mesh)
         return make_plan(step.subject, cluster, alone, report)[1]
@@ -185,9 +185,7 @@ def _best_of(
             continue
         count = cell.batch_size // data // rows
         report(f"{asked.method} {asked.mesh_shape} in {asked.stages} stages, {count} microbatches")
-        demands = step.demands(
-            method=asked.method, mesh_shape=asked.mesh_shape, stages=asked.stages, num_microbatches=count
-        )
+        demands = replace(asked, num_microbatches=count, batch_coupling=step.coupling)
         try:
             plan = make_plan(step.subject, cluster, demands, lambda text: None)[1]
         except CoupledBatchError as error:  # experts are shared by more sequences than that

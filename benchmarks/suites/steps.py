@@ -47,9 +47,10 @@ class Step:
     flops: float
     coupling: BatchCoupling = BatchCoupling.REFUSE
 
-    def demands(self, **asked: object) -> Demands:
-        """What is asked of a plan, on the terms of the suite."""
-        return dataclasses.replace(Demands(batch_coupling=self.coupling), **asked)
+    @property
+    def free(self) -> Demands:
+        """Nothing is asked of a plan but the terms of the suite."""
+        return Demands(batch_coupling=self.coupling)
 
 
 def gpt_config(size: str) -> gpt.GPTConfig:
