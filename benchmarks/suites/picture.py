@@ -16,7 +16,7 @@ COLOURS = {
     Asked.INTER_OP: "#8a8a8a",
     Asked.MEGATRON: "#6a9a4a",
 }
-HEIGHT, TOP, BOTTOM, BAR, GAP, LEFT = 220, 60, 60, 18, 26, 56  # pixels
+HEIGHT, TOP, BOTTOM, BAR, GAP, LEFT, LABEL = 220, 60, 60, 18, 26, 56, 88  # pixels
 
 
 def picture(outcomes: Sequence[Outcome]) -> str:
@@ -26,7 +26,7 @@ def picture(outcomes: Sequence[Outcome]) -> str:
         for num_devices in sorted({one.cell.num_devices for one in outcomes if one.cell.suite is suite}):
             group = [one for one in outcomes if one.cell.suite is suite and one.cell.num_devices == num_devices]
             drawn.append(_group(group, at))
-            at += BAR * len(group) + GAP
+            at += max(BAR * len(group) + GAP, LABEL)
     kinds = [kind for kind in Asked if any(one.asked is kind for one in outcomes)]
     width, height = max(at, 720), TOP + HEIGHT + BOTTOM
     legend = "".join(
