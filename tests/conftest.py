@@ -14,18 +14,28 @@ os.environ["RAY_AUTH_MODE"] = "disabled"  # the same in every process of Ray's
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["AUTOPAR_PROFILE"] = "none"  # what was measured on this machine is no part of a test
 
+from importlib.metadata import version  # noqa: E402 - after the environment, like all that may import JAX
+
 _FLAGS = {
     "--xla_force_host_platform_device_count": "8",
     # LLVM's optimisations take half of all compilation and change no HLO: tests compile many programs and race none.
     "--xla_backend_optimization_level": "0",
 }
+# Half of the rest goes to MLIR, which writes each fused loop, and to 32 pieces of machine code that are compiled apart.
+# Without it the arithmetic is the same, but single operators are not wrapped as fusions: see `users_fusions`.  A jaxlib
+# ends the process where it does not know a flag, and later ones have no other way of writing loops.
+IS_QUICK = os.environ.get("AUTOPAR_VERIFY") != "1" and version("jaxlib").startswith("0.10.")
+_FUSION_EMITTERS = "xla_cpu_use_fusion_emitters"
+if IS_QUICK:
+    _FLAGS |= {f"--{_FUSION_EMITTERS}": "false", "--xla_cpu_parallel_codegen_split_count": "1"}
 os.environ["XLA_FLAGS"] = " ".join(
     [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.partition("=")[0] not in _FLAGS]
     + [f"{name}={value}" for name, value in _FLAGS.items()]
 )
 
-from collections.abc import Iterator  # noqa: E402 - after the environment, like all that may import JAX
-from typing import TYPE_CHECKING  # noqa: E402
+import gc  # noqa: E402
+from collections.abc import Iterator  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
 
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
@@ -38,6 +48,29 @@ _COMMON = {"derandomize": True, "deadline": None, "suppress_health_check": [Heal
 settings.register_profile("default", max_examples=25, **_COMMON)
 settings.register_profile("verify", max_examples=300, **_COMMON)
 settings.load_profile("verify" if os.environ.get("AUTOPAR_VERIFY") == "1" else "default")
+
+
+def pytest_collection_finish() -> None:
+    """Python looks for cycles less often, and not among what has been imported: a tenth of the time of all tests."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+
+
+@pytest.fixture(scope="module")
+def users_fusions() -> Iterator[None]:
+    """Programs are compiled to the HLO that a user's are: for tests that read it, or XLA's account of its memory."""
+    import jax
+
+    plain = jax.stages.Lowered.compile
+
+    def compile_as_shipped(lowered: Any, compiler_options: Any = None, **rest: Any) -> Any:
+        return plain(lowered, {_FUSION_EMITTERS: True, **(compiler_options or {})}, **rest)
+
+    with pytest.MonkeyPatch.context() as patched:
+        if IS_QUICK:
+            patched.setattr(jax.stages.Lowered, "compile", compile_as_shipped)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,8 @@ from autopar.cost_model.hlo import collectives, parse_module
 from benchmarks.models import FAMILIES, build
 from tests.toy_runs import CORE, eight_slow_devices, sample
 
+pytestmark = pytest.mark.usefixtures("users_fusions")
+
 ADDITION = (Collective.ALL_REDUCE, ("data",), "float32")
 
 

@@ -42,7 +42,10 @@ from autopar.cost_model.hlo_parser import (
 from autopar.cost_model.hlo_steps import _rounds, executed_steps
 from autopar.errors import ClusterError
 
-pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices: set the host platform device count")
+pytestmark = [
+    pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices: set the host platform device count"),
+    pytest.mark.usefixtures("users_fusions"),
+]
 
 ROWS = tuple(tuple(range(4 * row, 4 * row + 4)) for row in range(2))
 COLUMNS = tuple((column, column + 4) for column in range(4))

@@ -34,6 +34,8 @@ from autopar.schedule.spmd import lower, output_layouts
 from benchmarks.models import FAMILIES, build
 from tests.toy_runs import eight_slow_devices
 
+pytestmark = pytest.mark.usefixtures("users_fusions")
+
 TOTAL_TOLERANCE = 0.15
 TOO_LOW = 0.05
 PLANS: dict[str, dict[str, Any]] = {

@@ -23,6 +23,8 @@ from autopar.cost_model.hlo import form_reduce_scatters, parse_module, step_seco
 from autopar.methods import TensorParallel
 from benchmarks.models import build
 
+pytestmark = pytest.mark.usefixtures("users_fusions")
+
 WIDTH, HIDDEN, BATCH, LAYERS = 128, 512, 2048, 2
 OPTIMIZER = optax.adam(1e-3)
 

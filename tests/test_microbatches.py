@@ -586,6 +586,7 @@ def check_model(name: str, method: str, count: int) -> None:
                 np.testing.assert_allclose(found.state[path], value, rtol=1e-9, atol=1e-12, err_msg=path)
 
 
+@pytest.mark.usefixtures("users_fusions")
 def test_gradients_are_reduced_once_per_step() -> None:
     model = build("mlp_nnx", "bench")
     step = autopar.parallelize(model.train_step, method="data_parallel", num_microbatches=4)
@@ -620,6 +621,7 @@ def gpt_arguments() -> Any:
     return model.abstract_state(), model.abstract_batch()
 
 
+@pytest.mark.usefixtures("users_fusions")
 @pytest.mark.parametrize(
     ("function", "make_arguments"),
     [

@@ -26,6 +26,8 @@ from autopar.schedule.instructions import Instruction, Part, Run, Slot
 from autopar.schedule.slices import Executable
 from tests.toy_pipelines import Step, toy_step, two_stages
 
+pytestmark = pytest.mark.usefixtures("users_fusions")
+
 TOTAL_TOLERANCE = 0.15
 TOO_LOW = 0.05
 BYTES_TOLERANCE = 0.01  # XLA gathers a bias whole that a sum would bring as well
@@ -66,20 +68,12 @@ GAPS: dict[tuple[str, str, int], set[tuple[int, str, int]]] = {
 }
 """Executables (stage, part, segment) of which scratch bytes are predicted beyond the tolerance."""
 
-_compile = jax.stages.Lowered.compile
-
 
 @functools.cache
 def compiled(name: str, size: str, count: int, schedule: Schedule) -> tuple[PipelineFound, PipelineExecutor]:
-    """A pipeline and its executables; machine code is not optimized: that comes after all buffers are assigned."""
+    """A pipeline and its executables."""
     found = two_stages(toy_step(name, count, size), schedule)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(
-            jax.stages.Lowered,
-            "compile",
-            lambda lowered: _compile(lowered, compiler_options={"xla_backend_optimization_level": 0}),
-        )
-        return found, PipelineExecutor(found.pipeline, found.transfers, jax.devices())
+    return found, PipelineExecutor(found.pipeline, found.transfers, jax.devices())
 
 
 def executables(

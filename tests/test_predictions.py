@@ -20,6 +20,8 @@ from autopar.cost_model.hlo import memory_bytes, parse_module, step_seconds
 from benchmarks.models import FAMILIES, build
 from tests.toy_runs import METHODS, eight_slow_devices, sample
 
+pytestmark = pytest.mark.usefixtures("users_fusions")
+
 BYTES_TOLERANCE = 0.10
 TOTAL_TOLERANCE = 0.15
 SMALL_BYTES = 256  # scalars, such as the loss and the norm of the gradients

@@ -22,6 +22,8 @@ from benchmarks.models import FAMILIES, build
 from tests import verify_cases
 from tests.toy_runs import METHODS, eight_slow_devices
 
+pytestmark = pytest.mark.usefixtures("users_fusions")
+
 SAMPLE = (("mlp_nnx", "auto"), ("llama_nnx", "data_parallel"))
 
 

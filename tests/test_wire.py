@@ -22,6 +22,8 @@ from autopar.schedule.reshard import Move, MoveKind
 from autopar.schedule.wire import WIDENED, ordered_dtype, wire_itemsize_bytes
 from tests.toy_runs import eight_slow_devices
 
+pytestmark = pytest.mark.usefixtures("users_fusions")
+
 MESH = Mesh(("data",), (8,))
 EXTENT = 64
 WHOLE = EXTENT * EXTENT
