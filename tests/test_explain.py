@@ -61,7 +61,8 @@ V100S = autopar.Cluster.preset("p3.16xlarge")
 
 @pytest.fixture(scope="module")
 def planned() -> autopar.Parallelized:
-    return autopar.parallelize(cluster=V100S)(mlp_step)
+    # On one mesh: the search for pipelines has tests of its own, and takes longest.
+    return autopar.parallelize(cluster=V100S, stages=1)(mlp_step)
 
 
 @pytest.fixture(scope="module")
@@ -334,7 +335,7 @@ def test_a_dimension_that_does_not_divide_is_named_with_what_padding_saves() -> 
 
 
 def test_after_a_run_the_prediction_is_held_against_the_measurement() -> None:
-    step = autopar.parallelize(mlp_step)
+    step = autopar.parallelize(mlp_step, stages=1)
     with pytest.raises(AutoparError, match="has not been called yet"):
         autopar.explain(step)
     state, batch = mlp_state(**SMALL), mlp_batch(SMALL["width"], 32)
