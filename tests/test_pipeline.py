@@ -5,6 +5,7 @@ Whole models meet every schedule and size in :mod:`tests.test_pipeline_models`.
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
@@ -116,6 +117,12 @@ def after_two(step: Any, state: Any) -> Any:
 
 def devices_of(leaf: jax.Array) -> tuple[int, ...]:
     return tuple(sorted(device.id for device in leaf.sharding.device_set))
+
+
+@functools.cache
+def in_two_stages() -> Any:
+    """The step on two meshes in two microbatches: compiled once for all tests that want no other."""
+    return pipeline(train_step, 2, 2)
 
 
 @pytest.mark.parametrize("loss", [masked_mean, with_dropout], ids=lambda loss: loss.__name__)
@@ -326,7 +333,7 @@ def test_state_is_born_on_its_stage_and_stays_there() -> None:
 
 
 def test_a_state_at_home_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = pipeline(train_step, 2, 2)
+    step = in_two_stages()
     state, _ = step(step.init(make_state, examples()), examples())
     whole = {leaf.shape for leaf in jax.tree.leaves(state)} - {()}
     moved: list[tuple[int, ...]] = []
@@ -338,7 +345,7 @@ def test_a_state_at_home_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_old_state_is_refused_by_name() -> None:
-    step = pipeline(train_step, 2, 2)
+    step = in_two_stages()
     state = step.init(make_state, examples())
     step(state, examples())
     with pytest.raises(TraceError, match=r"state\[.*\].* was deleted: an earlier call"):
@@ -354,7 +361,7 @@ def test_nothing_is_donated_on_demand() -> None:
 
 
 def test_one_array_may_stand_in_two_places_of_the_state() -> None:
-    step = pipeline(train_step, 2, 2)
+    step = in_two_stages()
     state = step.init(make_state, examples())
     copy = jax.tree.map(np.asarray, state)
     shared = state["params"]["layer1"]["bias"]
@@ -366,7 +373,7 @@ def test_one_array_may_stand_in_two_places_of_the_state() -> None:
 def test_checkpoint(tmp_path: Path) -> None:
     import orbax.checkpoint as ocp
 
-    step = pipeline(train_step, 2, 2)
+    step = in_two_stages()
     state, _ = step(step.init(make_state, examples()), examples())
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
@@ -395,7 +402,7 @@ def test_a_saved_plan_is_used(tmp_path: Path) -> None:
 
 
 def test_explanation_and_verification() -> None:
-    step = pipeline(train_step, 2, 2)
+    step = in_two_stages()
     after_two(step, step.init(make_state, examples()))
     text = str(autopar.explain(step))
     assert "2 stages, 1f1b over 2 microbatches" in text and "4, 5, 6, 7" in text and "measured" in text
