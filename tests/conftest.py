@@ -14,7 +14,7 @@ os.environ["RAY_AUTH_MODE"] = "disabled"  # the same in every process of Ray's
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["AUTOPAR_PROFILE"] = "none"  # what was measured on this machine is no part of a test
 
-from importlib.metadata import version  # noqa: E402 - after the environment, like all that may import JAX
+from importlib.metadata import version
 
 _FLAGS = {
     "--xla_force_host_platform_device_count": "8",
@@ -33,7 +33,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     + [f"{name}={value}" for name, value in _FLAGS.items()]
 )
 
-import gc  # noqa: E402
+import gc  # noqa: E402 - after the environment, like all that may import JAX
 from collections.abc import Iterator  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
