@@ -21,7 +21,7 @@ from autopar.cost_model.collectives import Collective, collective_seconds
 from autopar.cost_model.combine import MOST_COMBINED, combined, joined, led_by
 from autopar.cost_model.hlo import collectives, parse_module
 from benchmarks.models import FAMILIES, build
-from tests.toy_runs import CORE, eight_slow_devices, sample
+from tests.toy_runs import eight_slow_devices
 
 pytestmark = pytest.mark.usefixtures("users_fusions")
 
@@ -141,25 +141,19 @@ def levels(arrays: Arrays) -> Iterator[Arrays]:
 
 METHODS = ("data_parallel", "zero2", "tensor_parallel")
 PRODUCT = tuple((name, method) for name in FAMILIES for method in METHODS)
-SAMPLE = (*sample(CORE, METHODS, seed=4), ("lstm", "data_parallel"))
-
-
-@pytest.mark.parametrize(("name", "method"), SAMPLE)
-def test_the_all_reduces_of_a_step_are_those_of_its_compiled_program(name: str, method: str) -> None:
-    check_all_reduces(name, method)
+"""The default run holds a sample of it, which is compiled anyway, in :mod:`tests.test_predictions`."""
 
 
 @pytest.mark.verify
-@pytest.mark.parametrize(("name", "method"), [pair for pair in PRODUCT if pair not in SAMPLE])
+@pytest.mark.parametrize(("name", "method"), PRODUCT)
 def test_the_all_reduces_of_every_step_are_those_of_its_compiled_program(name: str, method: str) -> None:
-    check_all_reduces(name, method)
-
-
-def check_all_reduces(name: str, method: str) -> None:
-    """The sets of all-reduces that the compiled program sends together are those predicted."""
     model = build(name, "toy")
     step = autopar.parallelize(cluster=eight_slow_devices(), method=method)(model.train_step)
-    compiled = step.compile(model.abstract_state(), model.abstract_batch())
+    check_all_reduces(step.compile(model.abstract_state(), model.abstract_batch()))
+
+
+def check_all_reduces(compiled: Any) -> None:
+    """The sets of all-reduces that the compiled program sends together are those predicted."""
     predicted = Counter(
         sum(level.nodes[number].size_bytes for number in group)
         for level in levels(arrays_of(compiled.program, (), "cpu"))

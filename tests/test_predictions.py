@@ -16,8 +16,11 @@ import pytest
 
 import autopar
 from autopar.cluster import Cluster
+from autopar.compiled import Compiled
 from autopar.cost_model.hlo import memory_bytes, parse_module, step_seconds
 from benchmarks.models import FAMILIES, build
+from tests.test_combine import METHODS as REDUCING
+from tests.test_combine import check_all_reduces
 from tests.toy_runs import METHODS, eight_slow_devices, sample
 
 pytestmark = pytest.mark.usefixtures("users_fusions")
@@ -28,6 +31,8 @@ SMALL_BYTES = 256  # scalars, such as the loss and the norm of the gradients
 
 PRODUCT = tuple((name, method) for name in FAMILIES for method in METHODS)
 DEFAULT = sample(tuple(FAMILIES), METHODS, seed=1)
+REDUCED_OTHERWISE = (("wide_resnet", "data_parallel"), ("t5", "tensor_parallel"))
+"""XLA joins their small all-reduces in other sets than is predicted; not yet understood."""
 
 
 @pytest.fixture
@@ -48,7 +53,8 @@ def _refuse(*args: object, **kwargs: object) -> None:
     raise AssertionError("planning compiled something")
 
 
-def check(name: str, size: str, method: str, cluster: Cluster, compilations: list[str]) -> None:
+def check(name: str, size: str, method: str, cluster: Cluster, compilations: list[str]) -> Compiled:
+    """What is predicted of a step is what it is compiled to; returns that."""
     model = build(name, size)
     state, batch = model.abstract_state(), model.abstract_batch()
     step = autopar.parallelize(cluster=cluster, method=method)(model.train_step)
@@ -68,13 +74,16 @@ def check(name: str, size: str, method: str, cluster: Cluster, compilations: lis
     assert (memory.argument_bytes, memory.output_bytes) == (actual.argument, actual.output)
     assert memory.alias_bytes == actual.alias
     assert memory.total_bytes == pytest.approx(actual.total, rel=TOTAL_TOLERANCE)
+    return compiled
 
 
 @pytest.mark.parametrize(("name", "method"), DEFAULT)
 def test_a_toys_collectives_and_memory_are_the_compiled_programs(
     name: str, method: str, compilations: list[str]
 ) -> None:
-    check(name, "toy", method, eight_slow_devices(), compilations)
+    compiled = check(name, "toy", method, eight_slow_devices(), compilations)
+    if method in REDUCING and (name, method) not in REDUCED_OTHERWISE:
+        check_all_reduces(compiled)
 
 
 @pytest.mark.verify
