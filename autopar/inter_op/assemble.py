@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from autopar.cluster import Cluster
 from autopar.cost_model.pipeline import transfers_of
 from autopar.errors import PlanError
-from autopar.graph.build import build_graph
+from autopar.graph.build import build_graph_by
 from autopar.graph.ir import Graph
+from autopar.graph.rules import Rulebook
 from autopar.inter_op.cut import cut
 from autopar.inter_op.looped import Looped
 from autopar.inter_op.placing import forward_operators
@@ -49,7 +50,8 @@ def assemble_plan(
         )
     order = _order_of(plan)
     made = cut(loop, state_pairs, plan.cuts)
-    graphs = [build_graph(program.jaxpr, platform=cluster.device.platform.value) for program in made.stages]
+    rulebook = Rulebook(cluster.device.platform.value)  # layers are alike, whichever stage they are in
+    graphs = [build_graph_by(rulebook, program.jaxpr) for program in made.stages]
     lowered = [
         lower_stage(program, graph, stage, donates_state=donates_state, splits_backward=order.splits_backward)
         for program, graph, stage in zip(made.stages, graphs, plan.stages, strict=True)
