@@ -61,7 +61,7 @@ def test_on_ray_while_training_goes_on(cluster: autopar.Cluster, tmp_path: Path,
     plain = ocp.CheckpointManager(tmp_path).restore(
         2, args=ocp.args.Composite(state=ocp.args.StandardRestore(jax.eval_shape(make)))
     )["state"]
-    assert_equal(plain, jax.tree.map(jnp.asarray, trained(autopar.parallelize(train_step), 2)))
+    assert_equal(plain, jax.tree.map(jnp.asarray, trained(autopar.parallelize(train_step, stages=1), 2)))
 
     again = autopar.Checkpoints(tmp_path).restore(step, make, batch_of(0))
     assert again is not None
@@ -71,7 +71,7 @@ def test_on_ray_while_training_goes_on(cluster: autopar.Cluster, tmp_path: Path,
     for ours, theirs in zip(jax.tree.leaves(repeated), jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(value(ours), value(theirs))
 
-    here = autopar.Checkpoints(tmp_path).restore(autopar.parallelize(train_step), make, batch_of(0))
+    here = autopar.Checkpoints(tmp_path).restore(autopar.parallelize(train_step, stages=1), make, batch_of(0))
     assert here is not None
     for ours, theirs in zip(jax.tree.leaves(here.state), jax.tree.leaves(at_two), strict=True):
         np.testing.assert_array_equal(value(ours), theirs)
@@ -90,7 +90,7 @@ def test_only_the_last_are_kept_and_dues(tmp_path: Path) -> None:
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
     with jax.enable_x64(True):
-        step = autopar.parallelize(train_step)
+        step = autopar.parallelize(train_step, stages=1)
         checkpoints = autopar.Checkpoints(tmp_path)
         checkpoints.save(1, {"params": jnp.ones(3)})
         checkpoints.close()

@@ -39,6 +39,9 @@ PLANS = {
 }
 
 
+WHOLE = PLANS["one mesh over two hosts"]
+"""For tests to which the plan does not matter: the search for pipelines has tests of its own, and takes longest."""
+
 VERIFIED = (
     "one mesh over two hosts",
     "fully sharded",
@@ -73,7 +76,7 @@ def test_state_from_the_driver_and_back(cluster: autopar.Cluster) -> None:
 
 
 def test_arrays_behave_like_arrays(cluster: autopar.Cluster) -> None:
-    step = autopar.parallelize(train_step, cluster=cluster)
+    step = autopar.parallelize(train_step, cluster=cluster, **WHOLE)
     state, metrics = step(create(0), batch_of(0))
     weights, loss = state["params"][0]["w"], metrics["loss"]
     assert isinstance(weights, autopar.DistributedArray)
@@ -91,7 +94,7 @@ def test_arrays_behave_like_arrays(cluster: autopar.Cluster) -> None:
 
 
 def test_donated_state_is_refused_and_the_next_one_works(cluster: autopar.Cluster) -> None:
-    step = autopar.parallelize(train_step, cluster=cluster)
+    step = autopar.parallelize(train_step, cluster=cluster, **WHOLE)
     first = step.init(partial(create, 0), batch_of(0))
     second, _ = step(first, batch_of(0))
     with pytest.raises(autopar.TraceError, match="donation"):
@@ -101,7 +104,7 @@ def test_donated_state_is_refused_and_the_next_one_works(cluster: autopar.Cluste
 
 @pytest.mark.verify
 def test_memory_of_workers_stays_flat(cluster: autopar.Cluster) -> None:
-    step = autopar.parallelize(train_step, cluster=cluster)
+    step = autopar.parallelize(train_step, cluster=cluster, **WHOLE)
     state = step.init(partial(create, 0), batch_of(0))
     held = []
     for number in range(40):
@@ -119,7 +122,7 @@ def test_host_callbacks_are_refused_by_line(cluster: autopar.Cluster) -> None:
         return train_step(state, batch)
 
     with pytest.raises(autopar.TraceError, match=r"test_ray\.py:\d+ calls Python on the host"):
-        autopar.parallelize(printing, cluster=cluster)(create(0), batch_of(0))
+        autopar.parallelize(printing, cluster=cluster, **WHOLE)(create(0), batch_of(0))
 
 
 def test_a_killed_worker_is_named(cluster: autopar.Cluster) -> None:
@@ -149,7 +152,7 @@ def test_a_worker_needs_no_jax_to_start() -> None:
 
 
 def test_status_is_told_to_other_programs(cluster: autopar.Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    step = autopar.parallelize(train_step, cluster=cluster)
+    step = autopar.parallelize(train_step, cluster=cluster, **WHOLE)
     state = step.init(partial(create, 0), batch_of(0))
     for number in range(4):
         state, metrics = step(state, batch_of(number))
@@ -171,7 +174,7 @@ def test_kernels_that_the_hosts_may_not_have_are_refused_with_their_line(cluster
 
 
 def test_arguments_that_cannot_be_sent_are_refused_and_the_step_works_on(cluster: autopar.Cluster) -> None:
-    step = autopar.parallelize(train_step, cluster=cluster)
+    step = autopar.parallelize(train_step, cluster=cluster, **WHOLE)
     state = step.init(partial(create, 0), batch_of(0))
     with pytest.raises(autopar.TraceError, match="batch"):
         step(state, {"x": object(), "y": batch_of(0)["y"]})

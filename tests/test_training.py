@@ -40,7 +40,7 @@ def step(cluster: autopar.Cluster) -> autopar.Parallelized:
 
 
 def test_a_run_in_this_process(tmp_path: Path) -> None:
-    step = autopar.parallelize(train_step)
+    step = autopar.parallelize(train_step, stages=1)
     run = autopar.Run(step, make, batches, steps=5, checkpoints=autopar.Checkpoints(tmp_path, every_steps=2))
     first = losses(run)
     assert len(first) == 5
@@ -49,7 +49,9 @@ def test_a_run_in_this_process(tmp_path: Path) -> None:
 
 
 def test_data_that_ends_ends_the_run() -> None:
-    run = autopar.Run(autopar.parallelize(train_step), make, lambda step: map(batch_of, range(step, 3)), steps=10)
+    run = autopar.Run(
+        autopar.parallelize(train_step, stages=1), make, lambda step: map(batch_of, range(step, 3)), steps=10
+    )
     assert len(losses(run)) == 3
 
 
@@ -71,7 +73,7 @@ class Places:
 
 
 def test_an_iterator_goes_back_to_its_place(tmp_path: Path) -> None:
-    step = autopar.parallelize(train_step)
+    step = autopar.parallelize(train_step, stages=1)
     wanted = losses(autopar.Run(step, make, batches, steps=6))
     first = losses(autopar.Run(step, make, Places(), steps=3, checkpoints=autopar.Checkpoints(tmp_path)))
     second = losses(autopar.Run(step, make, Places(), steps=6, checkpoints=autopar.Checkpoints(tmp_path)))
