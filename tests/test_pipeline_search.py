@@ -29,10 +29,8 @@ DEFAULT = (
     SLOW,
     FAST,
     BUDGET,
-    "1 × 3 devices",
     "3 × 1 devices",
     "three layers on 5",
-    "three layers on 6",
     "racks",
     "two kinds",
 )
