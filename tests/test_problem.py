@@ -132,7 +132,7 @@ CLUSTERS = st.tuples(st.sampled_from([0.01, 1.0, 100.0]), st.sampled_from([0.0, 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(programs(), CLUSTERS, st.sampled_from([PAIR, PAIR, SQUARE]))
 def test_the_optimum_is_that_of_trying_all_plans(program: Program, cluster: Cluster, mesh: Mesh) -> None:
     check_program(program, cluster, mesh)
