@@ -27,10 +27,11 @@ from benchmarks.models import FAMILIES, Size, build, llama_nnx
 from examples.gpt import data, generate, model, train
 from examples.gpt.checkpoint import Checkpoints
 from examples.moe import train as moe_train
-from tests.toy_runs import CORE
 
 TINY = model.GPTConfig(vocab_size=64, hidden=32, layers=2, heads=4, sequence=8)
 TEXT_BYTES = 1_000_000
+LEARNING = ("gpt_scan", "mlp_nnx")
+"""Linen and NNX, a loop over layers and none; the default run of :mod:`tests.test_correctness` steps through others."""
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +50,7 @@ def dataset(dataset_folder: Path) -> data.Dataset:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in CORE else pytest.param(name, marks=pytest.mark.verify) for name in FAMILIES]
+    "name", [name if name in LEARNING else pytest.param(name, marks=pytest.mark.verify) for name in FAMILIES]
 )
 def test_toy_step_learns_its_batch(name: str) -> None:
     toy = build(name, Size.TOY)

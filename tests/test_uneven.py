@@ -52,7 +52,9 @@ def check(name: str, cluster: Cluster, **options: object) -> autopar.Plan:
         return step.last.plan
 
 
-@pytest.mark.parametrize("count", [3, 5, 6])
+@pytest.mark.parametrize(
+    "count", [pytest.param(3, marks=pytest.mark.verify), 5, pytest.param(6, marks=pytest.mark.verify)]
+)
 def test_a_step_on_so_many_devices_has_the_numbers_of_one(count: int) -> None:
     check("mlp_nnx", slow_devices(count), method="intra_op")
 
@@ -75,10 +77,19 @@ def test_pipelines_on_so_many_devices_have_the_numbers_of_one(
 
 
 @pytest.mark.parametrize(
-    "method", ["data_parallel", "zero3", "tensor_parallel", pytest.param("inter_op", marks=pytest.mark.verify)]
+    ("method", "count"),
+    [
+        ("data_parallel", 3),
+        ("zero3", 6),
+        ("tensor_parallel", 3),
+        *(
+            pytest.param(method, count, marks=pytest.mark.verify)
+            for method, count in (("data_parallel", 6), ("zero3", 3), ("tensor_parallel", 6), ("inter_op", 3))
+        ),
+    ],
 )
-def test_no_method_refuses_three_devices(method: str) -> None:
-    check("mlp_nnx", slow_devices(3), method=method)
+def test_no_method_refuses_so_many_devices(method: str, count: int) -> None:
+    check("mlp_nnx", slow_devices(count), method=method)
 
 
 def test_hand_made_stages_are_spread_as_evenly_as_hosts_allow() -> None:

@@ -18,9 +18,6 @@ import autopar
 from autopar.cluster import Cluster
 from benchmarks.models import Model, build
 
-CORE = ("gpt", "gpt_scan", "mlp_nnx", "llama_nnx")
-"""The families that the default tests look at most closely; the others meet the product under the ``verify`` mark."""
-
 METHODS = ("auto", "data_parallel", "zero2", "zero3", "tensor_parallel")
 
 
