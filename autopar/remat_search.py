@@ -1,9 +1,9 @@
 """Should layers compute again what their backward passes read, and which of them?
 
-Where memory does not limit the plan, nothing is computed again.  Where it does, the step is planned as it is and with every layer
-computed again (``full``), which needs the least memory.  Then that plan is kept (its mesh, or its stages, devices, schedule and
-microbatches), and layers are relieved of work as far as the memory allows: let layer ℓ keep b(ℓ, k) bytes and repeat s(ℓ, k)
-seconds of work under choice k (:class:`~autopar.inter_op.remat.RematCost`), and
+Where memory does not limit the plan, nothing is computed again.  Where nothing fits, or a pipeline nearly fills the memory, the
+step is also planned with every layer computed again (``full``), which needs the least memory.  Then that plan is kept (its mesh,
+or its stages, devices, schedule and microbatches), and layers are relieved of work as far as the memory allows: let layer ℓ keep
+b(ℓ, k) bytes and repeat s(ℓ, k) seconds of work under choice k (:class:`~autopar.inter_op.remat.RematCost`), and
 
     minimise    Σ s(ℓ, k(ℓ))          over the layers of a mesh
     subject to  Σ b(ℓ, k(ℓ)) ≤ B
@@ -111,26 +111,23 @@ def _or_raise(kept: Planned | None, refusal: BudgetError | None) -> Planned:
 def _may_pay(subject: Subjected, cluster: Cluster, demands: Demands, kept: Planned | None) -> bool:
     """Whether computing again may help: memory limits the plan, and neither method nor code say what is computed again.
 
-    Of large steps every plan takes long, so there it must be that nothing fits.  XLA:CPU drops barriers, and then finds that a
-    program does the same work twice; only where the passes are programs of their own does that keep less.
+    On one mesh it must be that nothing fits: microbatches make what is kept less at a lower price, and XLA:GPU leaves gradients
+    of weights for the end, so that what they read of what is computed again is kept until then, of all layers (so it does with
+    ``jax.checkpoint``).  XLA:CPU drops barriers, and then finds that a program does the same work twice.  In a pipeline passes
+    are programs of their own, so there it keeps less wherever it runs.
     """
+    if not isinstance(method_of(demands.method), IntraOp) or rematerialising(subject).says_remat:
+        return False
     operators = subject.graph.operators
-    if not isinstance(method_of(demands.method), IntraOp):
+    if not any(operator.phase is Phase.BACKWARD for operator in operators):
         return False
     is_pipeline = kept is not None and kept[1].is_pipeline
-    if cluster.device.platform is Platform.CPU and not is_pipeline and demands.stages in (None, 1):
-        return False
-    if not any(operator.phase is Phase.BACKWARD for operator in operators) or rematerialising(subject).says_remat:
-        return False
     if kept is None:
-        return True
-    if len(operators) > LARGE_OPERATORS:
+        return cluster.device.platform is not Platform.CPU or demands.stages not in (None, 1)
+    if not is_pipeline or len(operators) > LARGE_OPERATORS:  # every plan of a large step takes long
         return False
-    _, plan, found = kept
-    if found is not None:
-        return found.is_squeezed or (plan.num_microbatches > 1 and demands.num_microbatches is None)
     budget_bytes = float(demands.memory_per_device or cluster.per_device_memory_bytes)
-    return plan.peak_bytes > BOUND_SHARE * budget_bytes
+    return kept[1].peak_bytes > BOUND_SHARE * budget_bytes
 
 
 class _Relief:
