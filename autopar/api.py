@@ -531,7 +531,7 @@ def parallelize(function: Callable[..., Any] | None = None, /, **options: Any) -
     * ``stages``: into how many stages of a pipeline the model is cut, or the ids of the devices of each stage (stages with the
       same ids share a mesh).  ``mesh_shape`` and ``constraints`` then speak of the mesh of a stage.
     * ``schedule``: in which order the stages run the microbatches: ``"1f1b"``, ``"gpipe"``, ``"eager_1f1b"``,
-      ``"interleaved_1f1b"``, ``"zb_h1"``, or a function of the numbers of stages and microbatches that returns an
+      ``"interleaved_1f1b"``, ``"zb_h1"``, ``"zb_h2"``, or a function of the numbers of stages and microbatches that returns an
       :class:`autopar.Order`.
     * ``stages_per_mesh``: how many stages are dealt to each mesh, stage s to mesh s mod (stages / stages_per_mesh); more than
       one asks for ``"interleaved_1f1b"``.

@@ -176,6 +176,7 @@ class Schedule(Enum):
     EAGER_ONE_F_ONE_B = "eager_1f1b"
     INTERLEAVED_ONE_F_ONE_B = "interleaved_1f1b"
     ZERO_BUBBLE_H1 = "zb_h1"
+    ZERO_BUBBLE_H2 = "zb_h2"
     OWN = "own"
 
 

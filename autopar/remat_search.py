@@ -91,8 +91,11 @@ def with_remat(
     report("planning with layers that compute again")
     try:
         lean = planners.best(rematerialised(subject, everything, platform))
-    except BudgetError:
-        return _or_raise(kept, refusal)
+    except BudgetError as error:
+        if refusal is None:
+            return _or_raise(kept, refusal)
+        also = "With every layer computed again (remat='full') it does not fit either."
+        raise BudgetError(f"{refusal} {also}", needed_bytes=error.needed_bytes) from None
     enough = float("inf") if kept is None else kept[1].step_seconds
     search = _Relief(subject, cluster, planners.alike, forms, lean, enough)
     found = [lean, *search.better_ones(report)]

@@ -43,6 +43,7 @@ SCHEDULES = (
     Schedule.EAGER_ONE_F_ONE_B,
     Schedule.INTERLEAVED_ONE_F_ONE_B,
     Schedule.ZERO_BUBBLE_H1,
+    Schedule.ZERO_BUBBLE_H2,
 )
 LINKS = {
     "fast: 10 µs, 10 GB/s": Link(1e-5, 1e10),

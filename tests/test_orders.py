@@ -134,6 +134,29 @@ def test_the_order_with_weights_apart_by_hand() -> None:
     assert letters(order, 2) == "F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3"
 
 
+def test_the_order_with_weights_further_apart_by_hand() -> None:
+    order = make_order(Schedule.ZERO_BUBBLE_H2, 3, 5)
+    assert letters(order, 0) == "F0 F1 F2 F3 F4 B0 W0 B1 W1 B2 W2 B3 W3 B4 W4"
+    assert letters(order, 1) == "F0 F1 F2 B0 F3 B1 F4 B2 W0 B3 W1 B4 W2 W3 W4"
+    assert letters(order, 2) == "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 W0 W1 W2 W3 W4"
+
+
+@given(counts, st.integers(0, 6), st.integers(1, 5), st.integers(0, 4), st.integers(0, 4))
+def test_weights_further_apart_fill_more_of_it(
+    stages: int, more: int, weight: int, forward: int, backward: int
+) -> None:
+    """Where W takes no longer than F and B, and there are microbatches enough."""
+    microbatches = 2 * stages - 1 + more
+    order = make_order(Schedule.ZERO_BUBBLE_H2, stages, microbatches)
+    check_order(order)
+    each = {Part.FORWARD: weight + forward, Part.BACKWARD: weight + backward, Part.WEIGHT: weight}
+    left = max(each[Part.FORWARD], each[Part.FORWARD] + each[Part.BACKWARD] - 2 * weight)
+    assert seconds_of(order, lambda task: each[task.part]) == microbatches * sum(each.values()) + (stages - 1) * left
+    for stage in range(stages):
+        assert in_flight(order, stage) == 2 * stages - 1
+    assert from_entries(as_entries(order), stages, microbatches) == order
+
+
 @given(counts, counts, st.integers(1, 5), st.integers(0, 4), st.integers(0, 4))
 def test_weights_apart_fill_the_bubble(
     stages: int, microbatches: int, weight: int, forward: int, backward: int

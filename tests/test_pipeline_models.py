@@ -147,7 +147,7 @@ class Row:
 
 PIPELINED = (Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.EAGER_ONE_F_ONE_B)
 DEALT = (Schedule.INTERLEAVED_ONE_F_ONE_B,)
-SPLIT = (Schedule.ZERO_BUBBLE_H1,)
+SPLIT = (Schedule.ZERO_BUBBLE_H1, Schedule.ZERO_BUBBLE_H2)
 
 
 def product(models: Iterable[str], schedules: Mapping[int, Sequence[Schedule]]) -> list[Row]:

@@ -24,7 +24,7 @@ from autopar.graph.ir import Graph, Operator, Phase
 from autopar.graph.roles import Role, Roles, infer_roles
 from autopar.graph.tracing import TracedProgram, trace
 from autopar.inter_op.remat import Rematerialising
-from autopar.plan import LayerRemat, Remat
+from autopar.plan import LayerRemat, Remat, Schedule
 from autopar.schedule.instructions import Part
 from autopar.subjects import rematerialised, rematerialising
 from benchmarks.models import FAMILIES, Model, build
@@ -276,6 +276,9 @@ def test_it_is_declined_where_memory_is_no_limit_and_where_the_user_says() -> No
     assert planned(model, cluster, memory_per_device=squeezed, **WHOLE).remat.is_any
     with pytest.raises(BudgetError):
         planned(model, cluster, memory_per_device=squeezed, remat="none", **WHOLE)
+    with pytest.raises(BudgetError, match="With every layer computed again") as caught:
+        planned(model, cluster, memory_per_device=squeezed / 4, **WHOLE)
+    assert caught.value.needed_bytes > squeezed / 4
     # Microbatches cost next to nothing here.
     assert not planned(model, cluster, memory_per_device=squeezed, method="intra_op").remat.is_any
 
@@ -338,3 +341,19 @@ def test_files_that_make_no_sense(remat: dict[str, Any], message: str, tmp_path:
 def test_what_no_step_has_is_refused() -> None:
     with pytest.raises(PlanError, match='remat=\'half\' is unknown; say "none" or "dots" or "full"'):
         autopar.parallelize(lambda state, batch: state, remat="half")
+
+
+def test_weights_wait_longer_where_that_pays_and_memory_allows() -> None:
+    """A backward pass that computes again takes longer than the gradients of weights, so putting these off further saves more."""
+    model, cluster = deep_gpt(2), gpus(2)
+    options = {"stages": 2, "num_microbatches": 8}
+    saved = {}
+    for kind in ("none", "full"):
+        h1, h2 = (planned(model, cluster, remat=kind, schedule=name, **options) for name in ("zb_h1", "zb_h2"))
+        assert h2.peak_bytes > h1.peak_bytes
+        saved[kind] = h1.step_seconds - h2.step_seconds
+    assert 0 < 2 * saved["none"] < saved["full"]
+    free = planned(model, cluster, remat="full", **options)
+    assert free.schedule is Schedule.ZERO_BUBBLE_H2
+    lean = planned(model, cluster, remat="full", memory_per_device=0.999 * free.peak_bytes, **options)
+    assert lean.schedule is not Schedule.ZERO_BUBBLE_H2 and lean.peak_bytes < free.peak_bytes

@@ -56,6 +56,7 @@ REPEATING = frozenset(
         Schedule.EAGER_ONE_F_ONE_B,
         Schedule.INTERLEAVED_ONE_F_ONE_B,
         Schedule.ZERO_BUBBLE_H1,
+        Schedule.ZERO_BUBBLE_H2,
     }
 )
 """Schedules of several stages that do the same again and again, with a bounded number of microbatches in flight."""

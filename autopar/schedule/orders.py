@@ -11,6 +11,7 @@ on stage s from F(s, m) to B(s, m): that long its residuals are in memory.
     eager_1f1b        min(N, 2(P-r-1)) forwards             F, B in turn      min(N, 2(P-r)-1)          Zhuang et al., 2022
     interleaved_1f1b  min(Nv, 2(P-r-1) + (v-1)P) forwards   F, B in turn      min(Nv, that and one)     Narayanan et al., 2021
     zb_h1             min(N, P-r-1) forwards                F, B, W in turn   min(N, P)                 Qi et al., 2023
+    zb_h2             min(N, 2(P-r-1)) forwards             F, B, W in turn   min(N, 2P-1)              Qi et al., 2023
 
 (1F1B is PipeDream-flush; of each the last backwards follow when no forward is left.)  Eager 1F1B holds up to twice the
 residuals, and each message between neighbours may take as long as a task before it delays anything.
@@ -26,7 +27,9 @@ The price is v times the messages, and more residuals.
 Zero bubble, ZB-H1 (section 2.3 there), splits the backward pass: B(s, m) makes what stage s-1 waits for, and W(s, m), any time
 after it, the rest, the gradients of weights.  The residuals of W stay until then: a microbatch is in flight from F to W.  On
 mesh r the W of a microbatch follows the B of the r-th after it, so that every mesh has as many in flight as the first under
-1F1B, and what is left of W fills the waiting at the end: of the bubble of (P-1)(f+b+w) seconds (P-1)(f+b-w) are left, if N ≥ P.
+1F1B, and what is left of W fills the waiting at the end: of the bubble of (P-1)(f+b+w) seconds (P-1)·max(f, f+b-w) are left, if
+N ≥ P.  ZB-H2 begins as eager 1F1B does, and puts W off twice as far: (P-1)·max(f, f+b-2w) are left if N ≥ 2P-1, for nearly twice
+the residuals.  (Its bubble is zero only where a mesh begins its next step before others have ended theirs.)
 
 Microbatches go backward through a stage in the order 0, 1, …, so gradients are added in the order of the step that was not
 cut.  An order made by anybody else is as good if :func:`check_order` lets it pass.
@@ -342,17 +345,26 @@ def _interleaved(num_stages: int, num_microbatches: int, num_meshes: int) -> Ord
 
 
 def _zero_bubble_h1(num_stages: int, num_microbatches: int, num_meshes: int) -> Order:
-    """Qi et al., 2023, section 2.3."""
+    return _weights_behind(_one_f_one_b(num_stages, num_microbatches, num_meshes), lambda stage: stage)
+
+
+def _zero_bubble_h2(num_stages: int, num_microbatches: int, num_meshes: int) -> Order:
+    return _weights_behind(_eager_one_f_one_b(num_stages, num_microbatches, num_meshes), lambda stage: 2 * stage)
+
+
+def _weights_behind(order: Order, distance: Callable[[int], int]) -> Order:
+    """The order with weight passes: on each stage that of a microbatch so many backward passes behind its own."""
     meshes = []
-    for stage, tasks in enumerate(_one_f_one_b(num_stages, num_microbatches, num_meshes).meshes):
-        weights = [Task.weight(stage, microbatch) for microbatch in range(num_microbatches)]
+    for stage, tasks in enumerate(order.meshes):
+        behind = distance(stage)
+        weights = [Task.weight(stage, microbatch) for microbatch in range(order.num_microbatches)]
         split: list[Task] = []
         for task in tasks:
             split.append(task)
-            if task.part is Part.BACKWARD and task.microbatch >= stage:
-                split.append(weights[task.microbatch - stage])
-        meshes.append((*split, *weights[max(0, num_microbatches - stage) :]))
-    return Order(num_stages, num_microbatches, tuple(meshes))
+            if task.part is Part.BACKWARD and task.microbatch >= behind:
+                split.append(weights[task.microbatch - behind])
+        meshes.append((*split, *weights[max(0, order.num_microbatches - behind) :]))
+    return Order(order.num_stages, order.num_microbatches, tuple(meshes))
 
 
 RULES: Mapping[Schedule, Callable[[int, int, int], Order]] = MappingProxyType(
@@ -363,6 +375,7 @@ RULES: Mapping[Schedule, Callable[[int, int, int], Order]] = MappingProxyType(
         Schedule.EAGER_ONE_F_ONE_B: _eager_one_f_one_b,
         Schedule.INTERLEAVED_ONE_F_ONE_B: _interleaved,
         Schedule.ZERO_BUBBLE_H1: _zero_bubble_h1,
+        Schedule.ZERO_BUBBLE_H2: _zero_bubble_h2,
     }
 )
 """The orders of the known schedules, for (stages, microbatches, meshes)."""
