@@ -14,7 +14,7 @@ layer earlier or later, and to lie on their other meshes.
 Behind these come stages that are dealt round (:mod:`autopar.inter_op.dealing`), where even with all messages hidden, and the
 bubble as short as it then is, they would be faster than the best pipeline so far.  What they save, a part of the bubble, they
 pay with messages; the simulator says whether that was worth it.  At the very end the fastest pipelines are tried with the
-gradients of weights apart (ZB-H1, ZB-H2), which takes executables of their own, so that only few are.
+gradients of weights apart (ZB-H1), which takes executables of their own, so that only few are.
 """
 
 from __future__ import annotations
@@ -81,9 +81,6 @@ MOST_SPLIT = 4
 
 SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.EAGER_ONE_F_ONE_B, Schedule.GPIPE)
 """Stages are laid out for the first, which holds least; of equals the first is kept."""
-
-SPLIT = (Schedule.ZERO_BUBBLE_H1, Schedule.ZERO_BUBBLE_H2)
-"""With the gradients of weights apart; the second holds more."""
 
 
 @dataclass(frozen=True)
@@ -230,8 +227,7 @@ class _Search:
         known += sorted(self._fastest, key=lambda one: one.step_seconds)
         alone = [one for one in known if len(one.arrangement.sharing) == len(one.arrangement.devices)]
         for one in alone[:most]:
-            for schedule in SPLIT:
-                self._take(self._planner(one.count).under(one, schedule))
+            self._take(self._planner(one.count).under(one, Schedule.ZERO_BUBBLE_H1))
 
     def _take(self, candidate: PipelineFound | None) -> bool:
         """Keep a pipeline if it is the fastest; whether it is."""
