@@ -6,8 +6,7 @@ A GPT of eight blocks (width 1024, 1024 tokens, float32, Adam) on described V100
 with nothing computed again, with ``dots`` and ``full`` in every layer, and as the planner chooses, layer by layer: microbatches
 and layouts are free in all of them.  Seconds are the planner's prediction.
 
-* *one example a device*: there is no batch to cut, so what is kept can be made less by computing again, or by cutting the model.
-* *many examples a device*: microbatches make what is kept less, nearly for nothing.
+* *one example a device*, *many examples a device*: microbatches, and products cut along the model, make what is kept less as well.
 * *four stages*: 1f1b keeps residuals of as many microbatches as stages follow, most of all in the first stage.
 """
 
