@@ -6,7 +6,7 @@ A GPT of eight blocks (width 1024, 1024 tokens, float32, Adam) on described V100
 with nothing computed again, with ``dots`` and ``full`` in every layer, and as the planner chooses, layer by layer: microbatches
 and layouts are free in all of them.  Seconds are the planner's prediction.
 
-* *one example a device*, *many examples a device*: microbatches, and products cut along the model, make what is kept less as well.
+* *one example a device*, *many examples a device*: microbatches, and products cut along the model, make what is kept less too.
 * *four stages*: 1f1b keeps residuals of as many microbatches as stages follow, most of all in the first stage.
 """
 
