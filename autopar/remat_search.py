@@ -76,9 +76,10 @@ def with_remat(
     Raises :class:`~autopar.errors.BudgetError` where nothing fits, and whatever planning raises.
     """
     platform = cluster.device.platform.value
+    if demands.remat is Remat.NONE:
+        return planners.best(subject)
     if demands.remat is not None:
-        chosen = rematerialising(subject).all(demands.remat) if demands.remat is not Remat.NONE else subject.remat
-        return planners.best(rematerialised(subject, chosen, platform))
+        return planners.best(rematerialised(subject, rematerialising(subject).all(demands.remat), platform))
     refusal: BudgetError | None = None
     try:
         kept: Planned | None = planners.best(subject)
