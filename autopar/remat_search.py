@@ -88,6 +88,8 @@ def with_remat(
     if not _may_pay(subject, cluster, demands, kept):
         return _or_raise(kept, refusal)
     forms = rematerialising(subject)
+    if forms.says_remat:
+        return _or_raise(kept, refusal)
     everything = forms.all(Remat.FULL)
     report("planning with layers that compute again")
     try:
@@ -113,22 +115,21 @@ def _or_raise(kept: Planned | None, refusal: BudgetError | None) -> Planned:
 
 
 def _may_pay(subject: Subjected, cluster: Cluster, demands: Demands, kept: Planned | None) -> bool:
-    """Whether computing again may help: memory limits the plan, and neither method nor code say what is computed again.
+    """Whether computing again may help: memory limits the plan, and the method leaves open what is computed again.
 
     On one mesh it must be that nothing fits: microbatches make what is kept less at a lower price, and XLA:GPU leaves gradients
     of weights for the end, so that what they read of what is computed again is kept until then, of all layers (so it does with
     ``jax.checkpoint``).  XLA:CPU drops barriers, and then finds that a program does the same work twice.  In a pipeline passes
     are programs of their own, so there it keeps less wherever it runs.
     """
-    if not isinstance(method_of(demands.method), IntraOp) or rematerialising(subject).says_remat:
+    if not isinstance(method_of(demands.method), IntraOp):
         return False
     operators = subject.graph.operators
     if not any(operator.phase is Phase.BACKWARD for operator in operators):
         return False
-    is_pipeline = kept is not None and kept[1].is_pipeline
     if kept is None:
         return cluster.device.platform is not Platform.CPU or demands.stages not in (None, 1)
-    if not is_pipeline or len(operators) > LARGE_OPERATORS:  # every plan of a large step takes long
+    if not kept[1].is_pipeline or len(operators) > LARGE_OPERATORS:  # every plan of a large step takes long
         return False
     budget_bytes = float(demands.memory_per_device or cluster.per_device_memory_bytes)
     return kept[1].peak_bytes > BOUND_SHARE * budget_bytes

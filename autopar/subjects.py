@@ -209,21 +209,28 @@ def cut_between_trips(subject: Subjected, opening: Opening, platform: str) -> Su
         graph=opened_graph,
         wishes=wishes,
         leaves=said,
-        retrace=None if subject.retrace is None else functools.partial(_retraced, subject, opening, platform),
+        retrace=_retrace_of(subject, lambda one: cut_between_trips(one, opening, platform), platform),
         written=subject.written or subject,
         opened=leaves,
         opening=replace(opening, leaves=tuple((position, rows.dim, rows.count) for position, rows in at)),
     )
 
 
-def _retraced(subject: Subjected, opening: Opening, platform: str, size: int) -> TracedProgram:
-    """The program on a batch of another size, its loops cut alike."""
+def _retraced(subject: Subjected, rewrite: Callable[[Subjected], Subjected], platform: str, size: int) -> TracedProgram:
+    """The program on a batch of another size, rewritten alike."""
     assert subject.retrace is not None
     program = subject.retrace(size)
     one = replace(
         subject, program=program, graph=build_graph(program.jaxpr, platform=platform), leaves=None, retrace=None
     )
-    return cut_between_trips(one, opening, platform).program
+    return rewrite(one).program
+
+
+def _retrace_of(
+    subject: Subjected, rewrite: Callable[[Subjected], Subjected], platform: str
+) -> Callable[[int], TracedProgram] | None:
+    """How a rewritten step is traced on a batch of another size, if the step itself can be."""
+    return None if subject.retrace is None else functools.partial(_retraced, subject, rewrite, platform)
 
 
 def rematerialising(subject: Subjected) -> Rematerialising:
@@ -244,30 +251,12 @@ def rematerialised(subject: Subjected, chosen: LayerRemat, platform: str) -> Sub
             f"the plan has a layer computed again that begins before operator {chosen.starts[-1]} of the forward pass, which "
             f"has {forms.num_positions}; plan again for this step"
         )
-    program = forms.program(chosen)
-    graph = build_graph(program.jaxpr, platform=platform)
-    wishes = subject.wishes
-    if subject.leaves is not None:
-        wishes = wishes_of(graph, program.in_paths, subject.roles.leaves(Role.STATE), subject.leaves)
     return replace(
-        subject,
-        program=program,
-        graph=graph,
-        wishes=wishes,
-        retrace=None if subject.retrace is None else functools.partial(_again_retraced, subject, chosen, platform),
+        _with_program(subject, forms.program(chosen), platform),
+        retrace=_retrace_of(subject, lambda one: rematerialised(one, chosen, platform), platform),
         written=subject.written or subject,
         remat=chosen,
     )
-
-
-def _again_retraced(subject: Subjected, chosen: LayerRemat, platform: str, size: int) -> TracedProgram:
-    """The program on a batch of another size, whose layers compute the same again."""
-    assert subject.retrace is not None
-    program = subject.retrace(size)
-    one = replace(
-        subject, program=program, graph=build_graph(program.jaxpr, platform=platform), leaves=None, retrace=None
-    )
-    return rematerialised(one, chosen, platform).program
 
 
 def as_planned(subject: Subjected, plan: Plan, terms: Terms, platform: str) -> Subjected:
@@ -343,17 +332,19 @@ def _in_microbatches(subject: Subjected, terms: Terms, platform: str) -> tuple[T
         return each_alone(twin, batch, terms), error.reason
 
 
-def _rewritten(subject: Subjected, program: TracedProgram, terms: Terms, platform: str) -> Subjected:
+def _with_program(subject: Subjected, program: TracedProgram, platform: str) -> Subjected:
+    """The subject with another program of the same leaves: its graph, and what the user's code wishes of that."""
     graph = build_graph(program.jaxpr, platform=platform)
     wishes = subject.wishes
     if subject.leaves is not None:
         wishes = wishes_of(graph, program.in_paths, subject.roles.leaves(Role.STATE), subject.leaves)
+    return replace(subject, program=program, graph=graph, wishes=wishes)
+
+
+def _rewritten(subject: Subjected, program: TracedProgram, terms: Terms, platform: str) -> Subjected:
     return replace(
-        subject,
-        program=program,
-        graph=graph,
+        _with_program(subject, program, platform),
         fingerprint=fingerprint_on(subject, terms),
-        wishes=wishes,
         num_microbatches=terms.count,
         undivided=subject,
     )
