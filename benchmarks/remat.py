@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from rich.console import Console
 from rich.table import Table
@@ -56,15 +57,15 @@ CASES = (
 )
 
 
-def gpt(examples: int) -> Model:
-    """The model with a batch of so many examples; nothing is allocated before it is asked for."""
-    config = GPTConfig(
-        VOCABULARY, WIDTH, BLOCKS, heads=16, sequence=SEQUENCE, dtype=jnp.float32, param_dtype=jnp.float32
-    )
+CONFIG = GPTConfig(VOCABULARY, WIDTH, BLOCKS, heads=16, sequence=SEQUENCE, dtype=jnp.float32, param_dtype=jnp.float32)
+
+
+def gpt(config: GPTConfig, examples: int) -> Model:
+    """The model with Adam and a batch of so many examples; nothing is allocated before it is asked for."""
     optimizer = optax.adamw(1e-3)
 
     def make_state() -> Any:
-        params = GPT(config).init(jax.random.key(0), jnp.zeros((1, SEQUENCE), jnp.int32))["params"]
+        params = GPT(config).init(jax.random.key(0), jnp.zeros((1, config.sequence), jnp.int32))["params"]
         return {"params": params, "moments": optimizer.init(params)}
 
     def train_step(state: Any, batch: Any) -> Any:
@@ -77,7 +78,7 @@ def gpt(examples: int) -> Model:
         return {"params": optax.apply_updates(state["params"], updates), "moments": moments}, {"loss": value}
 
     def make_batch(rows: int) -> Any:
-        tokens = jnp.zeros((rows, SEQUENCE), jnp.int32)
+        tokens = np.zeros((rows, config.sequence), np.int32)
         return {"tokens": tokens, "targets": tokens}
 
     return Model("gpt", make_state, train_step, make_batch, examples)
@@ -96,7 +97,7 @@ def main() -> None:
         table.add_column(name)
     hosts = Cluster.preset("p3.16xlarge", hosts=1)
     for case in CASES:
-        model, cluster = gpt(case.examples), hosts.part(tuple(range(case.devices)))
+        model, cluster = gpt(CONFIG, case.examples), hosts.part(tuple(range(case.devices)))
         free = planned(case, model, cluster, remat="none", memory_per_device=1e15, **_whole(case))
         budget_bytes = case.share * free.peak_bytes
         for choice in ("none", "dots", "full", None):

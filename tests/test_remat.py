@@ -10,10 +10,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import autopar
@@ -28,7 +26,8 @@ from autopar.plan import LayerRemat, Remat
 from autopar.schedule.instructions import Part
 from autopar.subjects import rematerialised, rematerialising
 from benchmarks.models import FAMILIES, Model, build
-from examples.gpt.model import GPT, GPTConfig
+from benchmarks.remat import gpt
+from examples.gpt.model import GPTConfig
 from tests.test_correctness import STEPS, wrong_leaves
 from tests.toy_runs import eight_slow_devices, precision, reference, run
 
@@ -202,26 +201,7 @@ def test_passes_of_stages_as_compiled() -> None:
 def deep_gpt(layers: int) -> Model:
     """Residuals weigh more than the state."""
     config = GPTConfig(512, 256, layers, heads=4, sequence=64, dtype=jnp.float32, param_dtype=jnp.float32)
-    optimizer = optax.adamw(1e-3)
-
-    def make_state() -> Any:
-        params = GPT(config).init(jax.random.key(0), jnp.zeros((1, 64), jnp.int32))["params"]
-        return {"params": params, "moments": optimizer.init(params)}
-
-    def train_step(state: Any, batch: Any) -> Any:
-        def loss(params: Any) -> jax.Array:
-            logits = GPT(config).apply({"params": params}, batch["tokens"])
-            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
-
-        value, gradients = jax.value_and_grad(loss)(state["params"])
-        updates, moments = optimizer.update(gradients, state["moments"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "moments": moments}, {"loss": value}
-
-    def make_batch(rows: int) -> Any:
-        tokens = np.zeros((rows, 64), np.int32)
-        return {"tokens": tokens, "targets": tokens}
-
-    return Model(f"GPT of {layers} blocks", make_state, train_step, make_batch, batch_size=64)
+    return gpt(config, examples=64)
 
 
 def gpus(number: int) -> Cluster:
