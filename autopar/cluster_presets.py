@@ -17,7 +17,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -305,6 +305,16 @@ def preset_cluster(name: str, hosts: int) -> Cluster:
 AUTO_PROFILE = "auto"
 
 
+def _as_devices(given: Any) -> list[Any]:
+    listed = list(given) if isinstance(given, Iterable) else []
+    if not isinstance(given, Iterable) or not all(hasattr(one, "device_kind") for one in listed):
+        raise ClusterError(
+            f"Cluster.local(devices={given!r}): give a sequence of jax.Devices, say jax.devices()[:4]; "
+            "leave devices out to take all of jax.devices()"
+        )
+    return listed
+
+
 def local_cluster(devices: Sequence[Any] | None = None, profile: Profile | str | Path | None = AUTO_PROFILE) -> Cluster:
     """The devices of this program as a cluster; imports JAX, and starts its backend if no devices are given.
 
@@ -325,8 +335,10 @@ def local_cluster(devices: Sequence[Any] | None = None, profile: Profile | str |
     ids: tuple[int, ...] = ()
     if devices is None:
         devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-    elif [one.id for one in devices] != [one.id for one in jax.devices()][: len(devices)]:
-        ids = tuple(one.id for one in devices)
+    else:
+        devices = _as_devices(devices)
+        if [one.id for one in devices] != [one.id for one in jax.devices()][: len(devices)]:
+            ids = tuple(one.id for one in devices)
     if not devices:
         raise ClusterError("no devices given; leave devices out to take all of jax.devices()")
     kinds = Counter((str(device.platform), str(device.device_kind)) for device in devices)

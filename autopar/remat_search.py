@@ -117,10 +117,9 @@ def _or_raise(kept: Planned | None, refusal: BudgetError | None) -> Planned:
 def _may_pay(subject: Subjected, cluster: Cluster, demands: Demands, kept: Planned | None) -> bool:
     """Whether computing again may help: memory limits the plan, and the method leaves open what is computed again.
 
-    On one mesh it must be that nothing fits: microbatches make what is kept less at a lower price, and XLA:GPU leaves gradients
-    of weights for the end, so that what they read of what is computed again is kept until then, of all layers (so it does with
-    ``jax.checkpoint``).  XLA:CPU drops barriers, and then finds that a program does the same work twice.  In a pipeline passes
-    are programs of their own, so there it keeps less wherever it runs.
+    On one mesh it must be that nothing fits: microbatches make what is kept less at a lower price.  XLA:CPU drops barriers, and
+    then finds that a program does the same work twice.  In a pipeline passes are programs of their own, so there it keeps less
+    wherever it runs.
     """
     if not isinstance(method_of(demands.method), IntraOp):
         return False

@@ -364,13 +364,15 @@ def test_local_accelerators_match_a_preset() -> None:
     ("devices", "message"),
     [
         ([], "no devices given"),
+        (4, r"devices=4\): give a sequence of jax.Devices, say jax.devices\(\)\[:4\]"),
+        ([0, 1], r"devices=\[0, 1\]\): give a sequence"),
         ([FakeDevice(0), FakeDevice(1, device_kind="NVIDIA H100 80GB HBM3")], "several kinds"),
         ([FakeDevice(0), FakeDevice(1), FakeDevice(2, 1)], r"\[1, 2\] of the devices"),
         ([FakeDevice(0), FakeDevice(1, 1), FakeDevice(2), FakeDevice(3, 1)], "alternate"),
         ([FakeDevice(0, device_kind="Abacus")], "no figures for devices of kind 'Abacus'.*Cluster.from_file"),
     ],
 )
-def test_local_refuses(devices: list[FakeDevice], message: str) -> None:
+def test_local_refuses(devices: Any, message: str) -> None:
     with pytest.raises(ClusterError, match=message):
         Cluster.local(devices)
 

@@ -93,6 +93,34 @@ def test_a_plan_is_what_the_compiler_of_h100s_makes_of_it(name: str, method: str
     check(verified(name, method, count))
 
 
+@pytest.mark.parametrize(
+    ("name", "remat", "method"),
+    [
+        ("gpt", "dots", "data_parallel"),
+        ("gpt", "full", "data_parallel"),
+        ("gpt", "full", "tensor_parallel"),
+        ("gpt", "dots", "zero3"),
+        ("gpt_remat", "none", "data_parallel"),
+    ],
+)
+def test_what_is_computed_again_is_not_kept(name: str, remat: str, method: str) -> None:
+    """XLA:GPU would keep it beside collectives (:mod:`autopar.runtime.xla_options`)."""
+    model = build(name, "125M", jnp.dtype("float32"))
+    step = autopar.parallelize(model.train_step, method=method, remat=remat, solver_seconds=SOLVER_SECONDS)
+    found = autopar.verify_plan(
+        step,
+        model.abstract_state(),
+        model.abstract_batch(),
+        cluster=Cluster.preset("p5.48xlarge", hosts=1),
+        compiler=Compiler.H100,
+        tolerances=Tolerances(total_bytes=HIGHEST),
+    )
+    check(found)
+    if (name, method) == ("gpt", "data_parallel"):
+        whole = verified(name, method, 8).figure("memory in all").compiled
+        assert found.figure("memory in all").compiled < 0.5 * whole
+
+
 @pytest.mark.parametrize("method", ["data_parallel", "zero3"])
 def test_narrow_floats_are_sent_as_they_are(method: str) -> None:
     found, wide = verified("gpt", method, 8, "bfloat16"), verified("gpt", method, 8)

@@ -5,7 +5,8 @@ XLA computes an array inside the kernels that read it when that is cheap, and ke
 * what a matrix product, a collective, a loop, a scatter or the program's end reads is kept;
 * costly work is done once, so what several kernels need is kept, be it through cheap work that each of them repeats;
 * cheap work is repeated in each reader, unless it has several large inputs and its readers cannot all be one kernel;
-* XLA:CPU's reductions read memory, but for products, squares and broadcasts that nothing else needs.
+* XLA:CPU's reductions read memory, but for products, squares and broadcasts that nothing else needs;
+* XLA:GPU's kernels write over an operand only if they read the array itself, not another shape of its bytes.
 
 XLA:CPU then runs kernels breadth first: a kernel queues up when the last of its operands is there, and first come is
 first served.  So gathered parameters and zeros to accumulate into exist from the very start.
@@ -102,7 +103,8 @@ class _Tracer:
         given = _union(self._given[i] for i in node.inputs)
         self._given[number] = given
         self._inside[number] = self._inside[source] | given if others else self._inside[source]
-        self._equal[number] = self._equal[source]
+        is_view = source in self.kernels.owner and not self._on_cpu
+        self._equal[number] = _NOTHING if is_view else self._equal[source]
         if number in self._standing and source in self.kernels.owner and not others:
             self.kernels.reads[number] = given
             self._given[number] = frozenset((number,))
@@ -232,7 +234,8 @@ def _not_repeated(nodes: list[Node]) -> set[int]:
 def order_of(kernels: Kernels, first: int, platform: str) -> dict[int, int]:
     """Position of each kernel, from ``first`` on; inputs stand at 0.
 
-    Breadth first on CPU; elsewhere in program order, which is close to what schedulers that save memory choose.
+    Breadth first on CPU; elsewhere in program order, which is close to what schedulers that save memory choose.  XLA:GPU
+    then moves kernels beside collectives, but not in programs that rematerialise (:mod:`autopar.runtime.xla_options`).
     """
     inputs = [number for number, node in enumerate(kernels.nodes) if node.form is Form.INPUT]
     position = dict.fromkeys(inputs, 0)

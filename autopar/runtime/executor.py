@@ -22,7 +22,8 @@ from autopar.errors import ClusterError
 from autopar.plan import Layout
 from autopar.runtime.host_data import HostLeaf
 from autopar.runtime.interpret import interpret
-from autopar.schedule.spmd import SpmdProgram
+from autopar.runtime.xla_options import compiled
+from autopar.schedule.spmd import SpmdProgram, rematerialises
 
 
 def device_mesh(mesh: Mesh, devices: Sequence[Any]) -> jax.sharding.Mesh:
@@ -51,6 +52,7 @@ class JittedStep:
     function: Any
     in_layouts: tuple[Layout, ...]
     out_layouts: tuple[Layout, ...]
+    rematerialises: bool
 
 
 def jitted_step(program: SpmdProgram, mesh: Any, donated: frozenset[int]) -> JittedStep:
@@ -72,7 +74,7 @@ def jitted_step(program: SpmdProgram, mesh: Any, donated: frozenset[int]) -> Jit
         donate_argnums=tuple(sorted(donated)),
         keep_unused=True,
     )
-    return JittedStep(jitted, in_layouts, out_layouts)
+    return JittedStep(jitted, in_layouts, out_layouts, rematerialises(program.steps))
 
 
 class Executor:
@@ -103,9 +105,8 @@ class Executor:
             jax.disable_jit(False),
             jax.set_mesh(mesh),
         ):  # shard_map refuses a mesh other than the one in scope, which may be the user's
-            self._compiled = step.function.lower(*shapes).compile(
-                compiler_options=None if options is None else dict(options)
-            )
+            lowered = step.function.lower(*shapes)
+            self._compiled = compiled(lowered, mesh, rematerialises=step.rematerialises, options=options)
         self.compile_seconds = time.monotonic() - started
         self._donated = donated
         self._dtypes = [aval.dtype for aval in avals]

@@ -18,6 +18,7 @@ from autopar.runtime.interpreter import Interpreter, Key, finisher
 from autopar.runtime.shipment import MeshShipment, Program
 from autopar.runtime.stage_executable import PartExecutable, stored_sharding
 from autopar.runtime.transport import SteppedTransport
+from autopar.runtime.xla_options import compiled
 from autopar.schedule.cross_mesh import Placement
 from autopar.schedule.instructions import Run, Slot
 
@@ -44,7 +45,7 @@ class LoadedProgram(PartExecutable):
             keep_unused=True,
         )
         with jax.set_mesh(mesh):
-            super().__init__(jitted.lower(*arguments).compile())
+            super().__init__(compiled(jitted.lower(*arguments), mesh, rematerialises=program.rematerialises))
 
 
 class Loaded:

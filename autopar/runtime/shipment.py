@@ -53,6 +53,7 @@ class Program:
     in_layouts: tuple[Layout, ...]
     out_layouts: tuple[Layout, ...]
     donated: tuple[int, ...]
+    rematerialises: bool = False
 
 
 @dataclass(frozen=True)
@@ -185,10 +186,13 @@ def ship_step(
     inputs = tuple(Slot(WHOLE, number) for number in range(len(avals)))
     results = tuple(Slot(WHOLE, len(avals) + number) for number in range(len(out_avals)))
     exported = _exported(step.function, arguments, abstract, platform)
+    sent = Program(
+        (WHOLE, task.part, 0), exported, step.in_layouts, step.out_layouts, tuple(sorted(donated)), step.rematerialises
+    )
     shipped = MeshShipment(
         mesh=0,
         stages={WHOLE: (program.mesh, devices)},
-        programs=(Program((WHOLE, task.part, 0), exported, step.in_layouts, step.out_layouts, tuple(sorted(donated))),),
+        programs=(sent,),
         instructions=(Run(task, inputs, results, tuple(sorted(donated))),),
         entries=tuple(
             Entry(slot, position, tuple(aval.shape), layout, position in donated)
@@ -297,7 +301,8 @@ def _programs(pipeline: Pipeline, stage: int, platform: Platform) -> Iterator[Pr
     for one in lowering.slices.executables:
         part = jitted_part(one, abstract, count, avals)
         exported = _exported(part.function, part.arguments, abstract, platform)
-        yield Program((stage, one.part, one.segment), exported, part.in_layouts, part.out_layouts, part.donated)
+        key = stage, one.part, one.segment
+        yield Program(key, exported, part.in_layouts, part.out_layouts, part.donated, part.rematerialises)
 
 
 def _moves(pipeline: Pipeline, transfers: Mapping[int, CrossMeshTransfer], platform: Platform) -> Iterator[Program]:

@@ -26,10 +26,11 @@ from autopar.plan import Layout
 from autopar.runtime.collectives import apply_moves
 from autopar.runtime.executor import partition_spec
 from autopar.runtime.interpret import run_steps
+from autopar.runtime.xla_options import compiled
 from autopar.schedule.cross_mesh import CrossMeshTransfer
 from autopar.schedule.pipeline import Pipeline
 from autopar.schedule.slices import Executable, Result
-from autopar.schedule.spmd import Buffer
+from autopar.schedule.spmd import Buffer, rematerialises
 from autopar.schedule.stage_program import Crossing
 
 
@@ -60,6 +61,7 @@ class JittedPart:
     out_layouts: tuple[Layout, ...]
     donated: tuple[int, ...]
     """Positions of arguments whose memory results take over."""
+    rematerialises: bool = False
 
 
 def jitted_part(executable: Executable, mesh: Any, count: int, avals: Mapping[int, Any]) -> JittedPart:
@@ -90,7 +92,7 @@ def jitted_part(executable: Executable, mesh: Any, count: int, avals: Mapping[in
         aval = avals[argument.place.buffer.value]
         shape = stored_shape(aval.shape, layout, executable.program.mesh)
         arguments.append(jax.ShapeDtypeStruct(shape, aval.dtype, sharding=stored_sharding(layout, mesh)))
-    return JittedPart(jitted, tuple(arguments), layouts, out_layouts, donated)
+    return JittedPart(jitted, tuple(arguments), layouts, out_layouts, donated, rematerialises(executable.steps))
 
 
 def jitted_move(transfer: CrossMeshTransfer, mesh: Any, aval: Any) -> JittedPart:
@@ -149,7 +151,8 @@ class StageExecutable(PartExecutable):
         self.donated = part.donated
         started = time.monotonic()
         with jax.disable_jit(False), jax.set_mesh(mesh):
-            super().__init__(part.function.lower(*part.arguments).compile())
+            lowered = part.function.lower(*part.arguments)
+            super().__init__(compiled(lowered, mesh, rematerialises=part.rematerialises))
         self.compile_seconds = time.monotonic() - started
 
 

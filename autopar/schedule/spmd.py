@@ -13,12 +13,12 @@ The list is all that the price, the memory and the execution of a stage depend o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar import _compat
 from autopar.cluster import Mesh
-from autopar.graph.build import LoopKind
+from autopar.graph.build import BARRIER, LoopKind
 from autopar.graph.ir import FactorKind, Graph, Operator, Phase, Value
 from autopar.plan import Axes, Layout, Stage, Strategy
 from autopar.schedule.reshard import Move, MoveKind, after_move, moves_between, replicated, shares
@@ -88,6 +88,15 @@ class SpmdProgram:
                 for body in step.bodies:
                     for inner, trips in body.all_steps():
                         yield inner, trips * self.graph.trips
+
+
+def rematerialises(steps: Iterable[Step]) -> bool:
+    """Whether work is done again behind a barrier, the planner's (:mod:`autopar.inter_op.remat`) or ``jax.checkpoint``'s."""
+    return any(
+        isinstance(step, Run)
+        and (step.operator.primitive == BARRIER or any(rematerialises(one.steps) for one in step.bodies))
+        for step in steps
+    )
 
 
 def lower(graph: Graph, stage: Stage, out_layouts: Sequence[Layout]) -> SpmdProgram:

@@ -1,0 +1,90 @@
+"""Which programs are compiled in the order that needs little memory, and where?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.cluster import Cluster
+from autopar.runtime.xla_options import IN_ORDER_OF_MEMORY, compiled
+from autopar.schedule.spmd import SpmdProgram, rematerialises
+
+WIDTH, BATCH = 16, 8
+
+
+@dataclass
+class Lowered:
+    """Stands for ``jax.stages.Lowered``, and remembers what it was compiled with."""
+
+    told: list[Mapping[str, Any] | None] = field(default_factory=list)
+
+    def compile(self, compiler_options: Mapping[str, Any] | None = None) -> str:
+        self.told.append(compiler_options)
+        return "executable"
+
+
+def mesh_on(platform: str) -> Any:
+    return SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform)], dtype=object))
+
+
+@pytest.mark.parametrize(
+    ("platform", "again", "options", "wanted"),
+    [
+        ("cpu", True, None, None),
+        ("tpu", True, None, None),
+        ("gpu", False, None, None),
+        ("gpu", True, None, dict(IN_ORDER_OF_MEMORY)),
+        ("cuda", True, {"xla_gpu_autotune_level": 0}, {**IN_ORDER_OF_MEMORY, "xla_gpu_autotune_level": 0}),
+        ("gpu", True, dict.fromkeys(IN_ORDER_OF_MEMORY, True), dict.fromkeys(IN_ORDER_OF_MEMORY, True)),
+        ("gpu", False, {"xla_gpu_autotune_level": 0}, {"xla_gpu_autotune_level": 0}),
+    ],
+)
+def test_programs_that_work_again_keep_the_order_of_memory_on_gpus(
+    platform: str, again: bool, options: Mapping[str, Any] | None, wanted: Mapping[str, Any] | None
+) -> None:
+    lowered = Lowered()
+    assert compiled(lowered, mesh_on(platform), rematerialises=again, options=options) == "executable"
+    assert lowered.told == [wanted]
+
+
+def test_xla_knows_the_option() -> None:
+    executable = jax.jit(jnp.sin).lower(1.0).compile(compiler_options=dict(IN_ORDER_OF_MEMORY))
+    assert executable(0.0) == 0.0
+
+
+def layer(weights: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.tanh(jnp.sin(x @ weights))
+
+
+def loss_of(one_layer: Any, looped: bool) -> Any:
+    def step(state: jax.Array, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def loss(weights: jax.Array) -> jax.Array:
+            if looped:
+                last, _ = jax.lax.scan(lambda x, w: (one_layer(w, x), None), batch, weights)
+            else:
+                last = one_layer(weights[1], one_layer(weights[0], batch))
+            return jnp.mean(last**2)
+
+        value, gradient = jax.value_and_grad(loss)(state)
+        return state - 0.1 * gradient, value
+
+    return step
+
+
+@pytest.mark.parametrize("looped", [False, True])
+@pytest.mark.parametrize("again", [False, True])
+def test_barriers_are_found_in_loops_too(again: bool, looped: bool) -> None:
+    step = autopar.parallelize(
+        loss_of(jax.checkpoint(layer) if again else layer, looped), cluster=Cluster.local(jax.devices()[:2])
+    )
+    program = step.compile(jnp.ones((2, WIDTH, WIDTH)), jnp.ones((BATCH, WIDTH))).program
+    assert isinstance(program, SpmdProgram)
+    assert rematerialises(program.steps) == again
