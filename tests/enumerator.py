@@ -29,6 +29,7 @@ from autopar.schedule.reshard import MoveKind, after_move, moves_between
 
 COPY_FROM_BYTES = 4096
 TIE_BREAK = 1e-16
+FULL_SET_BYTES = 30 * 1024 * 1024
 MERGED_ON_GPU = (MoveKind.ALL_REDUCE, MoveKind.REDUCE_SCATTER, MoveKind.ALL_GATHER)
 COPIED = (MoveKind.ALL_GATHER, MoveKind.REDUCE_SCATTER)
 KINDS = {
@@ -367,6 +368,24 @@ class _Enumerator:
     def _pieces(self, layout: Layout) -> int:
         return self.mesh.axis_size(*(axis for axes in layout.dims for axis in axes))
 
+    def _merges(self, value: int, kind: MoveKind) -> bool:
+        """Whether a collective becomes one with others: of a gradient, or a gather on GPUs of what is given or leaves."""
+        if self._is_merged(value):
+            return kind in MERGED_ON_GPU
+        on_gpu = self.cluster.device.platform is Platform.CUDA
+        return on_gpu and kind is MoveKind.ALL_GATHER and (self._is_given(value) or self._leaves_new(value))
+
+    def _is_given(self, value: int) -> bool:
+        """Given to the step, or made of one such array by linear operators."""
+        if value not in self.producer:
+            return value in self.graph.inputs
+        made = self.producer[value]
+        operands = [operand for operand in made.operands if operand is not None]
+        return made.linear and len(operands) == 1 and self._is_given(operands[0])
+
+    def _leaves_new(self, value: int) -> bool:
+        return value in self.graph.outputs and self.producer[value].phase is Phase.UPDATE
+
     def _is_merged(self, value: int) -> bool:
         """A gradient, or a sum that the update takes before any other and rounds, or the like, before it adds it up."""
         if value not in self.producer or self._is_gradient(value):
@@ -406,9 +425,12 @@ class _Enumerator:
                 held = array.size_bytes / self._pieces(layout)
                 full = held * self.mesh.axis_size(*move.axes) if move.kind is MoveKind.ALL_GATHER else held
                 total += collective_seconds(KINDS[move.kind], full, move.axes, self.mesh, self.cluster)
-                if move.kind in MERGED_ON_GPU and self._is_merged(value):
-                    total -= collective_seconds(KINDS[move.kind], 0.0, move.axes, self.mesh, self.cluster)
                 on_cpu = self.cluster.device.platform is Platform.CPU
+                if self._merges(value, move.kind):
+                    result = held / self.mesh.axis_size(*move.axes) if move.kind is MoveKind.REDUCE_SCATTER else full
+                    share = result / FULL_SET_BYTES if self.cluster.device.platform is Platform.CUDA else 0.0
+                    latency = collective_seconds(KINDS[move.kind], 0.0, move.axes, self.mesh, self.cluster)
+                    total -= latency * (1.0 - share)
                 if on_cpu and move.kind in COPIED and any(extent > 1 for extent in array.shape[: move.dim]):
                     total += self._roofline(0.0, 2 * full, "float32")
             layout = after_move(layout, move, self.mesh)

@@ -6,6 +6,7 @@ Small programs show one rule each; whole steps are compared by the bytes of ever
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,10 +17,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar.cluster import Cluster, Mesh, Platform
 from autopar.cost_model.arrays import Arrays, Form, Node, Tenant, arrays_of
 from autopar.cost_model.collectives import Collective, collective_seconds
 from autopar.cost_model.combine import MOST_COMBINED, combined, joined, led_by
 from autopar.cost_model.hlo import collectives, parse_module
+from autopar.cost_model.reshard import COMBINED_RESULT_BYTES, reshard_table
+from autopar.graph.merging import Merged
+from autopar.plan import Layout
 from benchmarks.models import FAMILIES, build
 from tests.toy_runs import eight_slow_devices
 
@@ -107,6 +112,16 @@ def test_a_set_has_a_most() -> None:
     assert compiled_widths(lambda *xs: [total(x) for x in xs], many) == [MOST_COMBINED, 3]
 
 
+def test_a_set_has_a_most_in_bytes() -> None:
+    sizes = (3, 4, 20, 3, 5, 2)
+    nodes = [*(node(Form.INPUT) for _ in sizes), *(reduced(number) for number in range(len(sizes)))]
+    for made, size in zip(nodes[len(sizes) :], sizes, strict=True):
+        made.size_bytes = size
+    arrays = Arrays(nodes, list(range(len(sizes))), list(range(len(sizes), 2 * len(sizes))))
+    found = [[nodes[number].size_bytes for number in group] for group in combined(arrays, most_bytes=10)]
+    assert found == [[3, 4, 3], [20], [5, 2]]
+
+
 def test_sets_do_not_wait_for_each_other_in_a_circle() -> None:
     """With a₁ after b₁, b₂ after c₂ and c₁ after a₂, {a₁ a₂}, {b₁ b₂} and {c₁ c₂} cannot all be sets."""
     kinds = {name: (Collective.ALL_REDUCE, ("data",), name) for name in "abc"}
@@ -162,6 +177,33 @@ def check_all_reduces(compiled: Any) -> None:
     )
     ran = [one for one in collectives(parse_module(compiled.as_text())) if one.kind is Collective.ALL_REDUCE]
     assert predicted == Counter(one.full_bytes for one in ran if one.reduction == "add")
+
+
+@pytest.mark.parametrize("method", ["zero2", "zero3"])
+def test_gathers_of_parameters_pay_their_latency_together_on_gpus(method: str) -> None:
+    """XLA:GPU gathers all that fits into 30 MiB at once; alone each of these small ones would cost its latency."""
+    model = build("gpt", "toy")
+    step = autopar.parallelize(model.train_step, method=method)
+    plan = step.plan(model.abstract_state(), model.abstract_batch(), cluster=Cluster.preset("p5.48xlarge", hosts=2))
+    gathers = [use for use in plan.prediction.collectives if use.kind == "all-gather"]
+    cluster = Cluster.preset("p5.48xlarge", hosts=2)
+    latency = collective_seconds(Collective.ALL_GATHER, 0.0, plan.mesh.axis_names, plan.mesh, cluster)
+    total_bytes = sum(use.full_bytes for use in gathers)
+    sets = math.ceil(total_bytes / COMBINED_RESULT_BYTES[Platform.CUDA])
+    assert len(gathers) > 20 > 5 * sets
+    assert sum(use.seconds >= latency for use in gathers) <= 2 * sets + 1
+
+
+def test_what_joins_pays_its_share_of_a_full_set() -> None:
+    cluster, mesh = Cluster.preset("p5.48xlarge", hosts=2), Mesh(("data",), (16,))
+    cut, whole = Layout((("data",), ())), Layout(((), ()))
+    full = COMBINED_RESULT_BYTES[Platform.CUDA]
+    alone = collective_seconds(Collective.ALL_GATHER, full, ("data",), mesh, cluster)
+    for merged in Merged:
+        found = reshard_table((1024, 16), mesh, cluster, merged).between([cut], [whole], full)[0, 0]
+        assert found == pytest.approx(alone, rel=1e-9)
+    small = reshard_table((1024, 16), mesh, cluster, Merged.GATHERS).between([cut], [whole], 1024.0)[0, 0]
+    assert small == pytest.approx(alone * 1024.0 / full, rel=1e-9)
 
 
 def test_a_set_pays_its_latency_once() -> None:

@@ -31,6 +31,7 @@ from autopar.cost_model.reshard import (
 )
 from autopar.cost_model.roofline import operator_seconds
 from autopar.errors import ClusterError
+from autopar.graph.merging import Merged
 from autopar.inter_op.layers import layers
 from autopar.inter_op.stages import Arrangement, StagePlanner
 from autopar.measure import Effort, _Bench, measure
@@ -520,7 +521,7 @@ def test_the_reshard_table_adds_up_the_moves_at_any_size(sizes: tuple[int, ...],
     mesh = Mesh(("data", "model", "extra")[: len(sizes)], sizes)
     shape = (16, 24)
     layouts = list(layouts_of(shape, mesh, partial=True))
-    table = reshard_table(shape, mesh, local(), combined=combined)
+    table = reshard_table(shape, mesh, local(), Merged.ALL if combined else Merged.NONE)
     assert isinstance(table, MeasuredTable)
     assert isinstance(reshard_table(shape, mesh, Cluster.local()), AffineTable)
     for array_bytes in (64.0, 1e5, 3e7):

@@ -19,11 +19,11 @@ from typing import Any
 from autopar import _compat
 from autopar.cluster import Platform
 from autopar.cost_model.collectives import Collective
-from autopar.cost_model.reshard import COLLECTIVE_OF_MOVE, COMBINED
+from autopar.cost_model.reshard import COLLECTIVE_OF_MOVE, merging
 from autopar.graph.build import LoopKind
 from autopar.graph.fusion import COSTLY, FREE, FUSIBLE, INPUT_FUSIBLE
-from autopar.graph.gradients import gradient_values
 from autopar.graph.ir import Operator, Phase
+from autopar.graph.merging import Merged, merged_values
 from autopar.graph.zeros import is_zero_literal
 from autopar.plan import Axes, Layout
 from autopar.schedule.reshard import Move, MoveKind, after_move, local_shape
@@ -174,8 +174,7 @@ class _Builder:
         self._program = program
         self._platform = platform
         self._on_cpu = platform == "cpu"
-        self._combined = COMBINED[Platform(platform)]
-        self._gradients = gradient_values(program.graph)
+        self._merged = merged_values(program.graph)
         self._made: dict[object, int] = {}
         self._turned: dict[int, int] = {}  # a collective's result in another order of dimensions: the collective
         self._uses = Counter(
@@ -285,7 +284,8 @@ class _Builder:
     def _collective(self, move: Move, inputs: tuple[int, ...], size: int, tenant: Tenant, step: Reshard) -> int:
         number = self._add(Form.KERNEL, inputs, size, tenant, step.source.value, step.cause)
         kind = COLLECTIVE_OF_MOVE[move.kind]
-        if kind in self._combined and (self._on_cpu or step.source.value in self._gradients):
+        merged = Merged.ALL if self._on_cpu else self._merged.get(step.source.value, Merged.NONE)
+        if kind in merging(merged, Platform(self._platform)):
             dtype = self._program.values[step.source.value].dtype
             summed = "float32" if self._on_cpu and dtype in ("bfloat16", "float16") else dtype
             self.arrays.nodes[number].combines = kind, move.axes, summed

@@ -3,25 +3,32 @@
 XLA combines collectives of one kind over the same groups of devices, with the same reduction and element type.  It goes
 through the program in post-order, from its results back to their operands, and gathers collectives until one depends on
 what is gathered; with that one the next set begins.  A combined collective starts when its last operand is there and
-ends at once, so all its operands and all its results are in memory together, but it pays its latency once.
+ends at once, so all its operands and all its results are in memory together, but it pays its latency once.  XLA:GPU lets a set
+grow to so many bytes of results only; what is larger by itself stays alone.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from autopar.cluster import Platform
 from autopar.cost_model.arrays import Arrays, arrays_of
 from autopar.cost_model.buffers import Place, places_of
+from autopar.cost_model.reshard import COMBINED_RESULT_BYTES
 from autopar.schedule.spmd import Buffer, SpmdProgram
 
 MOST_COMBINED = 256
 """So many collectives become one at most; XLA:CPU has no bound in bytes."""
 
 
-def combined(arrays: Arrays) -> list[tuple[int, ...]]:
-    """The sets of nodes that become one collective, each in XLA's order; a collective on its own is a set too."""
+def combined(arrays: Arrays, most_bytes: float = math.inf) -> list[tuple[int, ...]]:
+    """The sets of nodes that become one collective, each in XLA's order; a collective on its own is a set too.
+
+    The results of a set of several take ``most_bytes`` at most.
+    """
     order = [node for node in _post_order(arrays) if arrays.nodes[node].combines is not None]
     above = _dependencies(arrays, order)
     bit = {node: 1 << index for index, node in enumerate(order)}
@@ -29,15 +36,19 @@ def combined(arrays: Arrays) -> list[tuple[int, ...]]:
     while order:
         group: list[int] = []
         left: list[int] = []
-        taken = awaited = 0
+        taken = awaited = held_bytes = 0
         for index, node in enumerate(order):
-            if arrays.nodes[node].combines != arrays.nodes[order[0]].combines:
+            size_bytes = arrays.nodes[node].size_bytes
+            unlike = arrays.nodes[node].combines != arrays.nodes[order[0]].combines
+            is_full = bool(group) and (held_bytes + size_bytes > most_bytes or len(group) == MOST_COMBINED)
+            if unlike or (group and size_bytes > most_bytes):
                 left.append(node)
-            elif above[node] & taken or awaited & bit[node] or len(group) == MOST_COMBINED:
+            elif is_full or above[node] & taken or awaited & bit[node]:
                 left += order[index:]
                 break
             else:
                 group.append(node)
+                held_bytes += size_bytes
                 taken |= bit[node]
                 awaited |= above[node]
         found.append(tuple(group))
@@ -142,11 +153,12 @@ def led_by(
     ``arrays`` are those of the program, if they are known already.
     """
     found: dict[tuple[Buffer, int], tuple[Buffer, int]] = {}
+    most_bytes = COMBINED_RESULT_BYTES.get(Platform(platform), math.inf)
     levels = [arrays or arrays_of(program, (), platform)]
     while levels:
         arrays = levels.pop()
         levels += [node.inner for node in arrays.nodes if node.inner is not None]
-        group_of = {node: number for number, group in enumerate(combined(arrays)) for node in group}
+        group_of = {node: number for number, group in enumerate(combined(arrays, most_bytes)) for node in group}
         first: dict[int, tuple[Buffer, int]] = {}
         for move, node in arrays.moves.items():
             if node in group_of:

@@ -11,7 +11,7 @@ for, one interpolation per curve, and a way is the sum of at most a few of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Protocol
@@ -20,6 +20,7 @@ import numpy as np
 
 from autopar.cluster import Cluster, Mesh, Platform
 from autopar.cost_model.collectives import Collective, axes_cost, wire_bytes
+from autopar.graph.merging import Merged
 from autopar.plan import Layout
 from autopar.profile import Curve
 from autopar.schedule.reshard import Move, MoveKind, Ways, representative, shares, ways_between
@@ -134,19 +135,48 @@ COMBINED = {
 }
 """Kinds of collectives that each backend's compiler merges when they do not depend on each other."""
 
+GATHERS_COMBINED = {Platform.CUDA: frozenset({Collective.ALL_GATHER})}
+"""… of which those of parameters, read off XLA:GPU; XLA:CPU does not, and of others it is not known."""
 
-def reshard_table(shape: tuple[int, ...], mesh: Mesh, cluster: Cluster, *, combined: bool = False) -> ReshardTable:
+COMBINED_RESULT_BYTES: Mapping[Platform, float] = {Platform.CUDA: 30 * 2.0**20}
+"""So many bytes of results become one collective at most: XLA:GPU's default for each kind.  XLA:CPU has no such bound."""
+
+
+def merging(merged: Merged, platform: Platform) -> frozenset[Collective]:
+    """The kinds of collectives of a value that become one with those of others."""
+    match merged:
+        case Merged.ALL:
+            return COMBINED[platform]
+        case Merged.GATHERS:
+            return GATHERS_COMBINED.get(platform, frozenset())
+        case Merged.NONE:
+            return frozenset()
+
+
+def reshard_table(shape: tuple[int, ...], mesh: Mesh, cluster: Cluster, merged: Merged = Merged.NONE) -> ReshardTable:
     """The table of the class that ``shape`` belongs to.
 
-    With ``combined``, the collectives that the backend merges (:data:`COMBINED`) cost no latency of their own.
+    Collectives that the backend makes one with others (:func:`merging`) cost no latency of their own, but their share of that of
+    a full one, where there is a limit (:data:`COMBINED_RESULT_BYTES`).
     """
-    return _table(representative(shape, mesh), outermost_dim(shape), mesh, cluster, combined)
+    return _table(
+        representative(shape, mesh), outermost_dim(shape), mesh, cluster, merging(merged, cluster.device.platform)
+    )
+
+
+def _latency_share(move: Move, layout: Layout, mesh: Mesh, platform: Platform) -> float:
+    """Which share of the latency of a merged collective a byte of the whole array pays."""
+    if (limit := COMBINED_RESULT_BYTES.get(platform)) is None:
+        return 0.0
+    result = collective_bytes(move, layout, 1.0, mesh)
+    return result / (mesh.axis_size(*move.axes) if move.kind is MoveKind.REDUCE_SCATTER else 1) / limit
 
 
 @cache
-def _table(shape: tuple[int, ...], outermost: int, mesh: Mesh, cluster: Cluster, combined: bool) -> ReshardTable:
+def _table(
+    shape: tuple[int, ...], outermost: int, mesh: Mesh, cluster: Cluster, joining: frozenset[Collective]
+) -> ReshardTable:
     ways = ways_between(shape, mesh)
-    joining = COMBINED[cluster.device.platform] if combined else frozenset()
     if cluster.profile is not None:
         return _measured_table(ways, outermost, mesh, cluster, joining)
     count = len(ways.layouts)
@@ -156,8 +186,13 @@ def _table(shape: tuple[int, ...], outermost: int, mesh: Mesh, cluster: Cluster,
         alone = move_seconds(move, ways.layouts[source], 0.0, mesh, cluster)
         large = move_seconds(move, ways.layouts[source], 1e9, mesh, cluster)
         copied = copy_seconds(move, ways.layouts[source], 1.0, mesh, cluster, outermost)
-        arc_latency[source, target] = 0.0 if COLLECTIVE_OF_MOVE.get(move.kind) in joining else alone
         arc_per_byte[source, target] = (large - alone) / 1e9 + copied
+        if COLLECTIVE_OF_MOVE.get(move.kind) in joining:
+            arc_per_byte[source, target] += alone * _latency_share(
+                move, ways.layouts[source], mesh, cluster.device.platform
+            )
+        else:
+            arc_latency[source, target] = alone
     latency = np.zeros((count, count))
     per_byte = np.zeros((count, count))
     for previous, here, under_way in _backwards(ways):
@@ -188,7 +223,8 @@ def _measured_table(
         copied = copy_seconds(move, ways.layouts[source], 1.0, mesh, cluster, outermost)
         entry: tuple[float, float, Curve | None, float]
         if kind in joining:
-            entry = (0.0, share * cost.seconds_per_wire_byte + copied, None, 0.0)
+            latency = cost.seconds(0.0) * _latency_share(move, ways.layouts[source], mesh, cluster.device.platform)
+            entry = (0.0, share * cost.seconds_per_wire_byte + copied + latency, None, 0.0)
         elif cost.curve is None:
             entry = (cost.latency_seconds, share * cost.seconds_per_wire_byte + copied, None, 0.0)
         else:

@@ -15,6 +15,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from autopar.graph.ir import Phase
+from autopar.graph.merging import Merged
 from autopar.intra_op.problem import End, OperatorNode, Port, Problem, ValueNode
 
 ROUNDS = 6
@@ -29,7 +30,7 @@ class ClassEdge:
     shape: tuple[int, ...]
     itemsize_bytes: int
     dtype: str
-    combined: bool
+    merged: Merged
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def merge_alike(problem: Problem, demands: Mapping[int, Hashable]) -> Quotient:
     touching: list[list[tuple[int, int]]] = [[] for _ in problem.nodes]
     for edge in problem.edges:
         look = (
-            edge.combined,
+            edge.merged.value,
             edge.source.port,
             edge.source.position,
             edge.target.port,
@@ -84,7 +85,7 @@ def _quotient(problem: Problem, colours: list[int]) -> Quotient:
     for edge in problem.edges:
         source = End(class_of[edge.source.node], edge.source.port, edge.source.position)
         target = End(class_of[edge.target.node], edge.target.port, edge.target.position)
-        edges[ClassEdge(source, target, edge.shape, edge.itemsize_bytes, edge.dtype, edge.combined)] += edge.weight
+        edges[ClassEdge(source, target, edge.shape, edge.itemsize_bytes, edge.dtype, edge.merged)] += edge.weight
     return Quotient(members, tuple(class_of), dict(edges))
 
 

@@ -32,8 +32,8 @@ from autopar import _compat
 from autopar.cost_model.kernels import Kernel
 from autopar.graph.build import BARRIER, LoopKind
 from autopar.graph.fusion import Fusion, fuse
-from autopar.graph.gradients import gradient_values
 from autopar.graph.ir import FactorKind, Graph, Operator, Phase, Value
+from autopar.graph.merging import Merged, merged_values
 
 COPY_WORTH_BYTES = 1 << 12
 """Below this size a second gather is cheaper than a node."""
@@ -61,7 +61,7 @@ class End:
 class Edge:
     """An array of ``shape`` goes from ``source`` to ``target``, ``weight`` times a step.
 
-    ``combined``: it is a gradient, whose collectives are merged with those of the others.
+    ``merged``: which of its collectives become one with those of other arrays.
     """
 
     source: End
@@ -70,7 +70,7 @@ class Edge:
     itemsize_bytes: int
     dtype: str
     weight: int
-    combined: bool = False
+    merged: Merged = Merged.NONE
 
 
 class Work(NamedTuple):
@@ -106,7 +106,7 @@ class OperatorNode:
     free_results: tuple[int, ...]
     """Positions of scalar results: no node stands for them, a partial one is reduced at once."""
     joining_results: frozenset[int] = frozenset()
-    """Those of them of which the reduction becomes one with that of others (:mod:`autopar.graph.gradients`)."""
+    """Those of them of which the reduction becomes one with that of others (:mod:`autopar.graph.merging`)."""
 
     @property
     def operator(self) -> Operator:
@@ -223,7 +223,7 @@ class _ProblemBuilder:
     def __init__(self, graph: Graph, separate: frozenset[int]) -> None:
         self._separate = separate
         self._fusion = fuse(graph)
-        self._gradients = gradient_values(graph)
+        self._merged = merged_values(graph)
         self._values = {value.id: value for value in graph.all_values()}
         self._parent: dict[int, int] = {}
         self._partial: set[int] = set()
@@ -390,7 +390,7 @@ class _ProblemBuilder:
             and all(operand in self._partial for operand in ranked)
             and operator.results[0] in self._partial,
             free_results=tuple(k for k, v in enumerate(results) if not v.shape and v.id not in self._partial),
-            joining_results=frozenset(k for k, v in enumerate(results) if v.id in self._gradients),
+            joining_results=frozenset(k for k, v in enumerate(results) if self._merged.get(v.id) is Merged.ALL),
         )
 
     def _edges(
@@ -405,8 +405,8 @@ class _ProblemBuilder:
         def connect(source: End, target: End, value: int, weight: int) -> None:
             if source.node != target.node:
                 array = self._values[value]
-                combined = value in self._gradients
-                edges.append(Edge(source, target, array.shape, array.itemsize_bytes, array.dtype, weight, combined))
+                merged = self._merged.get(value, Merged.NONE)
+                edges.append(Edge(source, target, array.shape, array.itemsize_bytes, array.dtype, weight, merged))
 
         for value, needs in self._needs.items():
             if value not in node_of_value:
