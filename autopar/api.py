@@ -379,11 +379,11 @@ class Parallelized:
     def _reused(
         self, subject: Subjected, cluster: Cluster, demands: Demands
     ) -> tuple[Subjected, Plan, Found | None] | None:
-        """An earlier plan of the same program with other sizes, if its layouts still divide."""
+        """An earlier plan of the same program with another batch, if its layouts still divide."""
         asked = (demands.key, subject.wishes)
-        for (_, known_cluster, known_asked), (_, plan, found) in self._planned.items():
+        for (_, known_cluster, known_asked), (planned_for, plan, found) in self._planned.items():
             if known_cluster == cluster and known_asked == asked:
-                adapted = adapt_stage(plan, subject, cluster, demands)
+                adapted = adapt_stage(plan, planned_for, subject, cluster, demands)
                 if adapted is not None:
                     return subject, adapted, found
         return None

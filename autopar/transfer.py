@@ -10,18 +10,23 @@ from autopar.cost_model.memory import predict_memory
 from autopar.cost_model.predict import predict
 from autopar.graph.fusion import fuse
 from autopar.graph.ir import Graph
+from autopar.graph.roles import Role
+from autopar.likeness import types_of
 from autopar.plan import Layout, Plan, Stage, Strategy
 from autopar.schedule.reshard import divides
 from autopar.schedule.spmd import lower, output_layouts
 from autopar.subjects import Demands, Subjected
 
 
-def adapt_stage(plan: Plan, subject: Subjected, cluster: Cluster, demands: Demands) -> Plan | None:
-    """The plan with the predictions of the new sizes; None where it no longer serves.
+def adapt_stage(
+    plan: Plan, planned_for: Subjected, subject: Subjected, cluster: Cluster, demands: Demands
+) -> Plan | None:
+    """The plan, made for ``planned_for``, with the predictions of the new sizes; None where it no longer serves.
 
-    That is when the program differs, something no longer divides, or the memory budget is exceeded.
+    That is when the program differs, or arrays other than the batch (a state of other sizes is another model, and has
+    no place yet that it should keep), something no longer divides, or the memory budget is exceeded.
     """
-    if plan.num_microbatches > 1 or plan.is_pipeline or plan.remat.is_any:
+    if plan.num_microbatches > 1 or plan.is_pipeline or plan.remat.is_any or _lasting(planned_for) != _lasting(subject):
         return None
     stage = plan.stages[0]
     graph = subject.graph
@@ -48,6 +53,12 @@ def adapt_stage(plan: Plan, subject: Subjected, cluster: Cluster, demands: Deman
         out_layouts=layouts,
         prediction=predict(program, fusion, cluster.part(plan.devices_of(0)), memory),
     )
+
+
+def _lasting(subject: Subjected) -> list[tuple[tuple[int, ...], str] | None]:
+    """Shape and dtype of every input that is no batch."""
+    types = types_of(subject.program)
+    return [None if role is Role.BATCH else one for role, one in zip(subject.roles.roles, types, strict=True)]
 
 
 def _still_divides(stage: Stage, graph: Graph) -> bool:

@@ -504,3 +504,28 @@ def test_decorating_twice_is_decorating_once() -> None:
     step = autopar.parallelize(train_step)
     assert autopar.parallelize(step) is step
     assert step.__name__ == "train_step"
+
+
+def test_a_plan_is_carried_over_to_another_batch_but_not_to_another_model(counts: Counts) -> None:
+    """The state of training lies where the first plan put it; that of a larger model has no place yet."""
+
+    def sized(width: int, batch: int) -> tuple[Any, Any]:
+        kernel = jax.ShapeDtypeStruct((width, width), jnp.float32)
+        return {"kernel": kernel}, {"x": jax.ShapeDtypeStruct((batch, width), jnp.float32)}
+
+    def loss(state: Any, batch: Any) -> jax.Array:
+        return jnp.mean(jnp.sin(batch["x"] @ state["kernel"]) ** 2)
+
+    def step(state: Any, batch: Any) -> Any:
+        return jax.tree.map(lambda leaf, gradient: leaf - 0.1 * gradient, state, jax.grad(loss)(state, batch))
+
+    run = parallel(step, method="auto")
+    first = run.plan(*sized(1024, 64))
+    again = run.plan(*sized(1024, 128))
+    assert counts.planned == 1
+    assert again.stages == first.stages
+    larger = run.plan(*sized(4096, 64))
+    assert counts.planned == 2
+    assert (
+        larger.prediction.step_seconds == parallel(step, method="auto").plan(*sized(4096, 64)).prediction.step_seconds
+    )

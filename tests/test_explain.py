@@ -12,7 +12,6 @@ import optax
 import pytest
 
 import autopar
-from autopar.cost_model.collectives import Collective, collective_seconds
 from autopar.errors import AutoparError, PlanError
 from autopar.explain import Explanation
 from autopar.explain.data import LeafKind, spec_text
@@ -159,7 +158,9 @@ def test_alike_layers_share_a_row_and_roles_are_told_apart(zero3: Explanation) -
 # ------------------------------------------------------------------------------------------------------------- whys
 
 
-def test_runner_up_costs_what_an_independent_solution_costs(planned: Any, arguments: Any) -> None:
+def test_runner_up_costs_what_an_independent_solution_costs(planned: Any) -> None:
+    # Of arrays that fill a collective each: small ones pay by their bytes in the objective, their set's latency in the price.
+    arguments = jax.eval_shape(lambda: (mlp_state(hidden=8 * HIDDEN), mlp_batch()))
     subject, plan, found = planned.records(*arguments)
     positions = [k for k, path in enumerate(plan.in_paths) if "['params']" in path and path.endswith("['up']")]
     (answer,) = planned.runner_ups(subject, found, V100S, [positions])
@@ -174,11 +175,8 @@ def test_runner_up_costs_what_an_independent_solution_costs(planned: Any, argume
     assert first.layout != plan.in_layouts[positions[0]]
     last = answer.alternatives[-1]
     if last.extra_seconds > 1e-3 * plan.step_seconds:
-        # The objective and the price of the lowered program are two models of one plan: near, not equal. A set of merged gathers
-        # pays its latency once in the program, by its bytes in the objective.
-        latency = collective_seconds(Collective.ALL_GATHER, 0.0, plan.mesh.axis_names, plan.mesh, V100S)
-        seconds = sum(change.seconds for change in last.changes)
-        assert seconds == pytest.approx(last.extra_seconds, rel=0.2, abs=latency)
+        # The objective and the price of the lowered program are two models of one plan: near, not equal.
+        assert sum(change.seconds for change in last.changes) == pytest.approx(last.extra_seconds, rel=0.2)
 
 
 def test_resolver_agrees_with_the_solver_for_every_single_ban(arguments: Any) -> None:
