@@ -428,7 +428,7 @@ class _Enumerator:
                 on_cpu = self.cluster.device.platform is Platform.CPU
                 if self._merges(value, move.kind):
                     result = held / self.mesh.axis_size(*move.axes) if move.kind is MoveKind.REDUCE_SCATTER else full
-                    share = result / FULL_SET_BYTES if self.cluster.device.platform is Platform.CUDA else 0.0
+                    share = min(1.0, result / FULL_SET_BYTES) if self.cluster.device.platform is Platform.CUDA else 0.0
                     latency = collective_seconds(KINDS[move.kind], 0.0, move.axes, self.mesh, self.cluster)
                     total -= latency * (1.0 - share)
                 if on_cpu and move.kind in COPIED and any(extent > 1 for extent in array.shape[: move.dim]):

@@ -202,7 +202,10 @@ def test_what_joins_pays_its_share_of_a_full_set() -> None:
     for merged in Merged:
         found = reshard_table((1024, 16), mesh, cluster, merged).between([cut], [whole], full)[0, 0]
         assert found == pytest.approx(alone, rel=1e-9)
-    small = reshard_table((1024, 16), mesh, cluster, Merged.GATHERS).between([cut], [whole], 1024.0)[0, 0]
+    table = reshard_table((1024, 16), mesh, cluster, Merged.GATHERS)
+    large = collective_seconds(Collective.ALL_GATHER, 3 * full, ("data",), mesh, cluster)
+    assert table.between([cut], [whole], 3 * full)[0, 0] == pytest.approx(large, rel=1e-9)  # a set by itself
+    small = table.between([cut], [whole], 1024.0)[0, 0]
     assert small == pytest.approx(alone * 1024.0 / full, rel=1e-9)
 
 

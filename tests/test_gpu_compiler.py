@@ -128,6 +128,14 @@ def test_narrow_floats_are_sent_as_they_are(method: str) -> None:
     assert 0.4 < sent_bytes(found) / sent_bytes(wide) < 0.6
 
 
+@pytest.mark.parametrize("method", ["data_parallel", "zero3"])
+@pytest.mark.parametrize("count", DEVICES)
+def test_latencies_are_paid_by_sets_of_collectives(method: str, count: int) -> None:
+    """Hundreds of gathers or sums become a few; alone each would cost a latency that grows with the devices."""
+    seconds = verified("gpt", method, count).figure("communication")
+    assert 0.9 * seconds.compiled <= seconds.predicted <= 1.2 * seconds.compiled
+
+
 def sent_bytes(found: autopar.Verification) -> float:
     return sum(row.compiled_wire_bytes for row in found.collectives)
 

@@ -23,7 +23,7 @@ from autopar.cost_model.collectives import Collective, collective_seconds, group
 from autopar.cost_model.machine import make_machine
 from autopar.cost_model.reshard import (
     AffineTable,
-    MeasuredTable,
+    LegTable,
     copy_seconds,
     move_seconds,
     outermost_dim,
@@ -522,7 +522,7 @@ def test_the_reshard_table_adds_up_the_moves_at_any_size(sizes: tuple[int, ...],
     shape = (16, 24)
     layouts = list(layouts_of(shape, mesh, partial=True))
     table = reshard_table(shape, mesh, local(), Merged.ALL if combined else Merged.NONE)
-    assert isinstance(table, MeasuredTable)
+    assert isinstance(table, LegTable)
     assert isinstance(reshard_table(shape, mesh, Cluster.local()), AffineTable)
     for array_bytes in (64.0, 1e5, 3e7):
         found = table.between(layouts, layouts, array_bytes)

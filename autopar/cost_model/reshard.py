@@ -4,9 +4,9 @@ So for one class of shapes (same rank, same divisible dimensions) and α-β pric
 layout *b* are ``latency[a, b] + seconds_per_byte[a, b] · bytes``, with ``bytes`` the size of the whole array.  The table of
 both is computed once per class and mesh.
 
-Measured prices are not affine.  Then the table holds for every way the *legs* that it is made of.  Legs of one kind, group
-size and share of the array cost the same and are one entry; all entries of a table are priced at the size that is asked
-for, one interpolation per curve, and a way is the sum of at most a few of them.
+Measured prices are not affine, nor is a latency that merged collectives share.  Then the table holds for every way the
+*legs* that it is made of.  Legs of one kind, group size and share of the array cost the same and are one entry; all entries
+of a table are priced at the size that is asked for, one interpolation per curve, and a way is the sum of at most a few.
 """
 
 from __future__ import annotations
@@ -96,8 +96,19 @@ class AffineTable:
 
 
 @dataclass(frozen=True)
-class MeasuredTable:
-    """Prices by curves; ``legs[a, b]`` are the entries whose sum is the way from *a* to *b*, filled up with entry 0.
+class SharedLatency:
+    """The latency of a set of merged collectives: who fills a share of the set pays that share, who is larger pays it once."""
+
+    seconds: float
+
+    def at_all(self, shares_of_set: np.ndarray) -> np.ndarray:
+        """Seconds for each share."""
+        return self.seconds * np.minimum(shares_of_set, 1.0)
+
+
+@dataclass(frozen=True)
+class LegTable:
+    """Prices that are not affine; ``legs[a, b]`` are the entries whose sum is the way from *a* to *b*, filled up with entry 0.
 
     Entry 0 costs nothing, an entry of ``affine`` ``latency + seconds_per_byte · bytes`` (ends of analytic ways, what
     joins others, and copies), one of ``curves`` in addition what its curve says at ``share · bytes``.
@@ -107,8 +118,8 @@ class MeasuredTable:
     legs: np.ndarray
     affine: np.ndarray
     """[entries, 2]: latency and seconds per byte of the whole array."""
-    curves: tuple[tuple[Curve, np.ndarray, np.ndarray], ...]
-    """Each curve with its entries and their shares: bytes on the wire per byte of the whole array."""
+    curves: tuple[tuple[Curve | SharedLatency, np.ndarray, np.ndarray], ...]
+    """Each curve with its entries and their shares: bytes on the wire per byte of the whole array, or what fills a set."""
     _priced: dict[float, np.ndarray] = field(default_factory=dict, compare=False)
 
     def between(self, sources: list[Layout], targets: list[Layout], array_bytes: float) -> np.ndarray:
@@ -156,20 +167,18 @@ def merging(merged: Merged, platform: Platform) -> frozenset[Collective]:
 def reshard_table(shape: tuple[int, ...], mesh: Mesh, cluster: Cluster, merged: Merged = Merged.NONE) -> ReshardTable:
     """The table of the class that ``shape`` belongs to.
 
-    Collectives that the backend makes one with others (:func:`merging`) cost no latency of their own, but their share of that of
-    a full one, where there is a limit (:data:`COMBINED_RESULT_BYTES`).
+    Collectives that the backend makes one with others (:func:`merging`) cost no latency of their own, but where sets are limited
+    (:data:`COMBINED_RESULT_BYTES`) their share of a full set's.
     """
     return _table(
         representative(shape, mesh), outermost_dim(shape), mesh, cluster, merging(merged, cluster.device.platform)
     )
 
 
-def _latency_share(move: Move, layout: Layout, mesh: Mesh, platform: Platform) -> float:
-    """Which share of the latency of a merged collective a byte of the whole array pays."""
-    if (limit := COMBINED_RESULT_BYTES.get(platform)) is None:
-        return 0.0
+def _share_of_set(move: Move, layout: Layout, mesh: Mesh, limit_bytes: float) -> float:
+    """Which share of a full set of merged collectives a byte of the whole array fills."""
     result = collective_bytes(move, layout, 1.0, mesh)
-    return result / (mesh.axis_size(*move.axes) if move.kind is MoveKind.REDUCE_SCATTER else 1) / limit
+    return result / (mesh.axis_size(*move.axes) if move.kind is MoveKind.REDUCE_SCATTER else 1) / limit_bytes
 
 
 @cache
@@ -177,8 +186,8 @@ def _table(
     shape: tuple[int, ...], outermost: int, mesh: Mesh, cluster: Cluster, joining: frozenset[Collective]
 ) -> ReshardTable:
     ways = ways_between(shape, mesh)
-    if cluster.profile is not None:
-        return _measured_table(ways, outermost, mesh, cluster, joining)
+    if cluster.profile is not None or (joining and cluster.device.platform in COMBINED_RESULT_BYTES):
+        return _leg_table(ways, outermost, mesh, cluster, joining)
     count = len(ways.layouts)
     arc_latency = np.zeros((count, count))
     arc_per_byte = np.zeros((count, count))
@@ -186,13 +195,8 @@ def _table(
         alone = move_seconds(move, ways.layouts[source], 0.0, mesh, cluster)
         large = move_seconds(move, ways.layouts[source], 1e9, mesh, cluster)
         copied = copy_seconds(move, ways.layouts[source], 1.0, mesh, cluster, outermost)
+        arc_latency[source, target] = 0.0 if COLLECTIVE_OF_MOVE.get(move.kind) in joining else alone
         arc_per_byte[source, target] = (large - alone) / 1e9 + copied
-        if COLLECTIVE_OF_MOVE.get(move.kind) in joining:
-            arc_per_byte[source, target] += alone * _latency_share(
-                move, ways.layouts[source], mesh, cluster.device.platform
-            )
-        else:
-            arc_latency[source, target] = alone
     latency = np.zeros((count, count))
     per_byte = np.zeros((count, count))
     for previous, here, under_way in _backwards(ways):
@@ -210,10 +214,9 @@ def _backwards(ways: Ways) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]
         here = previous
 
 
-def _measured_table(
-    ways: Ways, outermost: int, mesh: Mesh, cluster: Cluster, joining: frozenset[Collective]
-) -> MeasuredTable:
-    entry_of: dict[tuple[float, float, Curve | None, float], int] = {(0.0, 0.0, None, 0.0): 0}
+def _leg_table(ways: Ways, outermost: int, mesh: Mesh, cluster: Cluster, joining: frozenset[Collective]) -> LegTable:
+    limit_bytes = COMBINED_RESULT_BYTES.get(cluster.device.platform)
+    entry_of: dict[tuple[float, float, Curve | SharedLatency | None, float], int] = {(0.0, 0.0, None, 0.0): 0}
     arc_entry = np.zeros((len(ways.layouts),) * 2, dtype=np.int32)
     for (source, target), move in ways.arcs.items():
         if (kind := COLLECTIVE_OF_MOVE.get(move.kind)) is None:
@@ -221,10 +224,15 @@ def _measured_table(
         group_size, cost = axes_cost(kind, move.axes, mesh, cluster)
         share = wire_bytes(kind, collective_bytes(move, ways.layouts[source], 1.0, mesh), group_size)
         copied = copy_seconds(move, ways.layouts[source], 1.0, mesh, cluster, outermost)
-        entry: tuple[float, float, Curve | None, float]
-        if kind in joining:
-            latency = cost.seconds(0.0) * _latency_share(move, ways.layouts[source], mesh, cluster.device.platform)
-            entry = (0.0, share * cost.seconds_per_wire_byte + copied + latency, None, 0.0)
+        entry: tuple[float, float, Curve | SharedLatency | None, float]
+        if kind in joining and limit_bytes is not None:
+            latency, filled = (
+                SharedLatency(cost.seconds(0.0)),
+                _share_of_set(move, ways.layouts[source], mesh, limit_bytes),
+            )
+            entry = (0.0, share * cost.seconds_per_wire_byte + copied, latency, filled)
+        elif kind in joining:
+            entry = (0.0, share * cost.seconds_per_wire_byte + copied, None, 0.0)
         elif cost.curve is None:
             entry = (cost.latency_seconds, share * cost.seconds_per_wire_byte + copied, None, 0.0)
         else:
@@ -232,7 +240,7 @@ def _measured_table(
         arc_entry[source, target] = entry_of.setdefault(entry, len(entry_of))
     rounds = [np.where(under_way, arc_entry[previous, here], 0) for previous, here, under_way in _backwards(ways)]
     legs = np.stack(rounds, axis=-1) if rounds else np.zeros((*arc_entry.shape, 1), dtype=np.int32)
-    by_curve: dict[Curve, list[tuple[int, float]]] = {}
+    by_curve: dict[Curve | SharedLatency, list[tuple[int, float]]] = {}
     for (_, _, curve, share), number in entry_of.items():
         if curve is not None:
             by_curve.setdefault(curve, []).append((number, share))
@@ -240,4 +248,4 @@ def _measured_table(
         (curve, np.array([number for number, _ in entries]), np.array([share for _, share in entries]))
         for curve, entries in by_curve.items()
     )
-    return MeasuredTable(dict(ways.index), legs, np.array([entry[:2] for entry in entry_of]), curves)
+    return LegTable(dict(ways.index), legs, np.array([entry[:2] for entry in entry_of]), curves)
