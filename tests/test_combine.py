@@ -60,6 +60,12 @@ def two_chains(a: jax.Array, b: jax.Array, c: jax.Array) -> tuple[jax.Array, ...
     return total(total(a) @ b), total(total(c) @ b)
 
 
+def into_one_kernel(a: jax.Array, b: jax.Array, c: jax.Array) -> tuple[jax.Array, ...]:
+    """The kernel takes in its last operand first, so that what the first one needs comes last."""
+    first, second = total(b), total(c)
+    return total(a) * 2 + first * second * total(first @ second), a
+
+
 def two_types(a: jax.Array, b: jax.Array, c: jax.Array) -> tuple[jax.Array, ...]:
     return total(a), total(b.astype(jnp.int32)), total(c)
 
@@ -69,6 +75,13 @@ SMALL = {
     chain_and_one: (CHAIN, (5, 6)),
     one_and_chain: (CHAIN, (6, 5)),
     two_chains: ([*CHAIN, node(Form.KERNEL, 6, 1), reduced(7)], (5, 8)),
+    into_one_kernel: (
+        [
+            *(A, B, C, reduced(0), reduced(1), reduced(2), node(Form.KERNEL, 4, 5), reduced(6)),
+            *(node(Form.CHEAP, 3), node(Form.CHEAP, 4, 5), node(Form.CHEAP, 9, 7), node(Form.CHEAP, 8, 10)),
+        ],
+        (11, 0),
+    ),
     two_types: (
         [
             *(A, B, C, reduced(0)),

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 import autopar
 from autopar.cluster import Mesh
-from autopar.cost_model.arrays import arrays_of
+from autopar.cost_model.arrays import Arrays, arrays_of
 from autopar.cost_model.buffers import kernels_of
 from autopar.cost_model.hlo import memory_bytes
 from autopar.cost_model.memory import PACKED_BUFFERS, Span, packed_bytes, predict_memory
@@ -208,6 +208,32 @@ def test_gpus_compute_wide_floats_again_where_narrow_ones_are_kept(dtype: DTypeL
     made = {kernels.nodes[number].source.primitive for number in kernels.reads if kernels.nodes[number].source}
     assert "dot_general" in made
     assert ("exp" in made) is kept
+
+
+def arrays_on_each_device(function: Any) -> Arrays:
+    """The arrays of a function of one float32[16, 64] that is not cut at all."""
+    graph = build_graph(trace(function, (jax.ShapeDtypeStruct((16, 64), jnp.float32),), {}).jaxpr, platform="cpu")
+    stage = Stage(Mesh(("data",), (8,)), {}, {}, {})
+    return arrays_of(lower(graph, stage, output_layouts(graph, stage, ())), (), "cpu")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (jnp.exp(x / 3), jnp.sin(x / 3)),  # to divide by a constant is to multiply, again in each kernel
+        lambda x: (jnp.exp(x[None].sum(0)), jnp.sin(x[None].sum(0))),  # to sum one element is to reshape
+    ],
+    ids=["divided by a constant", "of one element"],
+)
+def test_what_xla_makes_cheap_work_has_no_buffer(function: Any) -> None:
+    arrays = arrays_on_each_device(function)
+    reads = kernels_of(arrays, "cpu").reads
+    assert [reads[output] for output in arrays.outputs if output is not None] == [set(arrays.inputs)] * 2
+
+
+def test_what_is_reshaped_there_and_back_is_what_it_was() -> None:
+    arrays = arrays_on_each_device(lambda x: x.reshape(64, 16).reshape(16, 64))
+    assert arrays.outputs == arrays.inputs
 
 
 def test_without_donation_nothing_is_aliased() -> None:

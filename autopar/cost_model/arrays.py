@@ -69,6 +69,11 @@ ELEMENTWISE_EXCEPTIONS = frozenset(
 TAKEN_IN_BY_REDUCTIONS = frozenset("mul square integer_pow neg broadcast_in_dim".split())
 """What XLA:CPU's own reduction kernels compute themselves; they read all else from memory."""
 
+REDUCTIONS_OF_VALUES = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split())
+"""Of one element the result is that element."""
+
+RESHAPES = REDUCTIONS_OF_VALUES | frozenset("reshape squeeze expand_dims".split())
+
 ADDITIONS = frozenset(("add", "add_any"))
 
 _SINGLE_USE_WORK = ("scatter", "dynamic_update_slice")
@@ -340,7 +345,7 @@ class _Builder:
 
     def _plain(self, step: Run, inputs: tuple[int, ...]) -> None:
         operator = step.operator
-        form = self._form(operator)
+        form = Form.RENAME if self._reduces_nothing(step) else self._form(operator)
         elementwise = operator.primitive in FUSIBLE and operator.primitive not in ELEMENTWISE_EXCEPTIONS
         if operator.primitive in ADDITIONS and (onto := self._scattered_onto(step)) is not None:
             self._buffer(Form.IN_PLACE, onto, step.results[0], self._tenant(operator), operator)
@@ -351,6 +356,9 @@ class _Builder:
         if operator.primitive in ADDITIONS and (other := self._but_zero(inputs)) is not None:
             self.at[step.results[0]] = other
             return
+        if form is Form.RENAME and (renamed := self._as_before(step, inputs)) is not None:
+            self.at[step.results[0]] = renamed
+            return
         if elementwise:
             shape = self._shape(step.results[0])
             inputs = tuple(self._widened(node, shape) for node in inputs)
@@ -359,8 +367,9 @@ class _Builder:
             return
         node = self.arrays.nodes[number]
         node.elementwise = elementwise
-        if operator.primitive == "div" and len(inputs) == 2 and self.arrays.nodes[inputs[1]].widens:
-            node.form = Form.CHEAP  # XLA multiplies by the inverse of what is broadcast.
+        multiplies = operator.primitive == "div" and self._multiplies(step, inputs)
+        if multiplies:
+            node.form = Form.CHEAP
         if elementwise and form is Form.COSTLY and not self._on_cpu and node.size_bytes > node.source_bytes > 0:
             node.form = Form.CHEAP  # XLA:GPU weighs arithmetic against memory: it reads narrow floats again.
         given = [self.arrays.nodes[i] for i in set(inputs)]
@@ -371,7 +380,34 @@ class _Builder:
             operator.primitive == "broadcast_in_dim" and not inputs and is_zero_literal(operator.equation.invars[0])
         )
         node.is_zero |= operator.primitive == "square" and given[0].is_zero
-        node.taken_in = operator.primitive in TAKEN_IN_BY_REDUCTIONS
+        node.taken_in = multiplies or operator.primitive in TAKEN_IN_BY_REDUCTIONS
+
+    def _multiplies(self, step: Run, inputs: tuple[int, ...]) -> bool:
+        """Whether a division is a product to XLA: with the inverse of what is broadcast, or of a constant."""
+        if len(inputs) == 2:
+            return self.arrays.nodes[inputs[1]].widens
+        is_whole = "int" in self._program.values[step.results[0].value].dtype
+        return step.operands[-1] is None and not is_whole
+
+    def _as_before(self, step: Run, inputs: tuple[int, ...]) -> int | None:
+        """For what is reshaped to what it was before it was reshaped: that."""
+        result, number = step.results[0], inputs[0] if inputs else None
+        while number is not None:
+            node = self.arrays.nodes[number]
+            if node.shape == self._shape(result) and node.value >= 0:
+                return number if self._dtype(node.value) == self._dtype(result.value) else None
+            reshaped = node.form is Form.RENAME and node.source is not None and node.source.primitive in RESHAPES
+            number = node.inputs[0] if reshaped else None
+        return None
+
+    def _dtype(self, value: int) -> str:
+        return self._program.values[value].dtype
+
+    def _reduces_nothing(self, step: Run) -> bool:
+        """Whether all dimensions reduced have one element on a device: XLA reshapes instead."""
+        if step.operator.primitive not in REDUCTIONS_OF_VALUES or step.operands[0] is None:
+            return False
+        return math.prod(self._shape(step.operands[0])) == math.prod(self._shape(step.results[0]))
 
     def _but_zero(self, inputs: tuple[int, ...]) -> int | None:
         """For x + 0, where no compiler adds: x."""

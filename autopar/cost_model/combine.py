@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.cluster import Platform
@@ -63,24 +63,35 @@ def combined(arrays: Arrays, most_bytes: float = math.inf) -> list[tuple[int, ..
 def _post_order(arrays: Arrays) -> list[int]:
     """Nodes with buffers after those that they read, from the first result's first operand on; unread ones are left out.
 
-    What is computed inside a kernel was taken into it operand by operand, each time with its own operands put last: a
-    kernel's operands stand breadth first.
+    A kernel's operands stand as they came to it: of what it computes itself it took in the last in program order first,
+    whose own operands were put last.
     """
     places = places_of(arrays, reductions_read_memory=True)
+    rank = {node: place for place, node in enumerate(_visited(arrays.outputs, lambda node: arrays.nodes[node].inputs))}
 
-    def reads(node: int) -> list[int]:
-        found = list(dict.fromkeys(arrays.nodes[node].inputs))
-        seen = set(found)
-        for read in found:
-            if places[read] is not Place.MEMORY:
-                fresh = [i for i in dict.fromkeys(arrays.nodes[read].inputs) if i not in seen]
-                seen.update(fresh)
-                found += fresh
-        return [read for read in found if places[read] is Place.MEMORY]
+    def reads(node: int) -> Iterable[int]:
+        found: dict[int, None] = {}
+        inside: list[tuple[int, int]] = []
+        taken = node
+        while True:
+            for read in arrays.nodes[taken].inputs:
+                if read not in found:
+                    found[read] = None
+                    if places[read] is not Place.MEMORY:
+                        heapq.heappush(inside, (-rank[read], read))
+            if not inside:
+                return found
+            _, taken = heapq.heappop(inside)
+            del found[taken]
 
+    return _visited(arrays.outputs, reads)
+
+
+def _visited(last: Iterable[int | None], reads: Callable[[int], Iterable[int]]) -> list[int]:
+    """All that is read to make ``last``, depth first, each after what it reads."""
     order: list[int] = []
     begun: set[int] = set()
-    stack = [(node, False) for node in reversed(arrays.outputs) if node is not None]
+    stack = [(node, False) for node in reversed([*last]) if node is not None]
     while stack:
         node, done = stack.pop()
         if done:
@@ -88,7 +99,7 @@ def _post_order(arrays: Arrays) -> list[int]:
         elif node not in begun:
             begun.add(node)
             stack.append((node, True))
-            stack += [(read, False) for read in reversed(reads(node)) if read not in begun]
+            stack += [(read, False) for read in reversed([*reads(node)]) if read not in begun]
     return order
 
 
