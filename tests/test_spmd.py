@@ -620,3 +620,30 @@ def test_a_sum_in_two_parts_is_made_in_one_unless_somebody_reads_in_between(read
     results = run(program, [planned.arguments[0]])
     for result, right in zip(results, jax.tree.leaves(step(*planned.arguments)), strict=True):
         np.testing.assert_allclose(plain(result), plain(right), rtol=TOLERANCE)
+
+
+WHOLE, ROWS, COLUMNS = Layout(((), ())), Layout((("data",), ())), Layout(((), ("data",)))
+BLOCKS = Layout((("data",), ("model",)))
+
+
+@pytest.mark.parametrize(
+    ("home", "wanted", "ways"),
+    [
+        (ROWS, WHOLE, [(WHOLE, ROWS), (ROWS, COLUMNS), (COLUMNS, WHOLE)]),  # as short from the copy
+        (BLOCKS, ROWS, [(WHOLE, BLOCKS), (BLOCKS, ROWS)]),  # shorter from home
+    ],
+)
+def test_a_copy_is_made_for_those_who_start_from_it(home: Layout, wanted: Layout, ways: list[Any]) -> None:
+    """Of equally short ways the planned one is taken, by the copy; one from which nobody starts is not made."""
+    planned = plan_of(lambda x, y: jnp.sin(x) @ y, (np.ones((16, 8)), np.ones((8, 8))))
+    sine, product = planned.graph.operators
+    (value,) = sine.results
+    rows = product.rule.operands[0][0]
+    cut = tuple(wanted.dims[0] if number in rows else () for number in range(len(product.rule.factors)))
+    stage = Stage(CUBE, {value: home}, {value: COLUMNS}, {product.id: Strategy(cut)})
+    program = lower(planned.graph, stage, [WHOLE])
+    verify_program(program)
+    moved = [step for step in program.steps if isinstance(step, Reshard) and step.source.value == value]
+    assert [(step.source.layout, step.target.layout) for step in moved] == ways
+    (result,) = run(program, list(planned.arguments))
+    np.testing.assert_allclose(plain(result), np.full((16, 8), 8 * np.sin(1.0)), rtol=TOLERANCE)

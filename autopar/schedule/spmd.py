@@ -141,7 +141,7 @@ class _Lowering:
             for value, layout in zip(graph.outputs, wanted, strict=True)
         )
         inputs = tuple(Buffer(value, self.home(value)) for value in graph.inputs)
-        steps = _sums_at_once(level.steps, outputs, self._stage.mesh)
+        steps = _sums_at_once(_read_by_some(level.steps, outputs), outputs, self._stage.mesh)
         return SpmdProgram(graph, self._stage.mesh, tuple(steps), inputs, outputs, self._values)
 
     def _loop(self, level: _Level, operator: Operator) -> None:
@@ -187,6 +187,21 @@ class _Lowering:
                 inside = homes(operator.bodies[0].inputs)
                 results = [self.home(result) for result in operator.results]
                 return [Layout(()), *inside], results, [list(results) for _ in operator.bodies]
+
+
+def _read_by_some(steps: Sequence[Step], outputs: Sequence[Buffer | None]) -> list[Step]:
+    """The steps without the copies from which, in the end, nobody started."""
+    needed = set(outputs)
+    found: list[Step] = []
+    for step in reversed(steps):
+        if isinstance(step, Run):
+            needed.update(step.operands)
+        elif step.target in needed:
+            needed.add(step.source)
+        else:
+            continue
+        found.append(step)
+    return found[::-1]
 
 
 def _sums_at_once(steps: Sequence[Step], outputs: Sequence[Buffer | None], mesh: Mesh) -> list[Step]:
@@ -271,7 +286,11 @@ class _Level:
     def _make(self, value: int, wanted: Buffer, cause: Operator | None) -> None:
         if wanted in self._at_hand[value]:
             return
-        source = min(self._at_hand[value], key=lambda buffer: self._weight(buffer, wanted.layout))
+        copy = self._stage.copies.get(value)
+        source = min(
+            self._at_hand[value],
+            key=lambda buffer: (self._weight(buffer, wanted.layout), buffer.layout != copy),  # the plan's way, of equals
+        )
         self._reshard(source, wanted, cause)
         self._at_hand[value].append(wanted)
 
