@@ -22,9 +22,14 @@ from autopar.cost_model.arrays import Arrays, Form, Node, Tenant, arrays_of
 from autopar.cost_model.collectives import Collective, collective_seconds
 from autopar.cost_model.combine import MOST_COMBINED, combined, joined, led_by
 from autopar.cost_model.hlo import collectives, parse_module
+from autopar.cost_model.predict import collectives_of
 from autopar.cost_model.reshard import COMBINED_RESULT_BYTES, reshard_table
+from autopar.graph.build import build_graph
 from autopar.graph.merging import Merged
-from autopar.plan import Layout
+from autopar.graph.tracing import trace
+from autopar.plan import Layout, Stage, Strategy
+from autopar.runtime.executor import Executor
+from autopar.schedule.spmd import lower, output_layouts
 from benchmarks.models import FAMILIES, build
 from tests.toy_runs import eight_slow_devices
 
@@ -240,3 +245,25 @@ def test_a_set_pays_its_latency_once() -> None:
     saved = (len(reduces) - alone) * price(0.0)
     assert saved > 0
     assert sum(use.seconds for use in reduces) == pytest.approx(apart - saved)
+
+
+def test_equal_arrays_are_sent_once() -> None:
+    """XLA computes once what stands twice in a program under other names, and gathers it once."""
+
+    def step(x: jax.Array) -> tuple[jax.Array, ...]:
+        return jnp.sin(x) @ x, x @ jnp.sin(x.reshape(256).reshape(16, 16))
+
+    mesh = Mesh(("data",), (8,))
+    traced = trace(step, (jax.ShapeDtypeStruct((16, 16), jnp.float32),), {})
+    graph = build_graph(traced.jaxpr, platform="cpu")
+    sines = [operator for operator in graph.operators if operator.primitive == "sin"]
+    rows = Layout((("data",), ()))
+    strategies = {sine.id: Strategy((("data",), ())) for sine in sines}
+    homes = {value: rows for sine in sines for value in sine.results}
+    stage = Stage(mesh, homes, {}, strategies)
+    program = lower(graph, stage, output_layouts(graph, stage, ()))
+    predicted = [use.kind for use in collectives_of(program, eight_slow_devices())]
+    compiled = Executor(program, traced.in_avals, frozenset(), jax.devices())
+    gathered = collectives(parse_module(compiled.as_text()))
+    assert predicted == [one.kind.value for one in gathered] == ["all-gather"]
+    assert len(sines) == 2

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.cluster import Platform
@@ -165,13 +165,34 @@ def led_by(
     """
     found: dict[tuple[Buffer, int], tuple[Buffer, int]] = {}
     most_bytes = COMBINED_RESULT_BYTES.get(Platform(platform), math.inf)
-    levels = [arrays or arrays_of(program, (), platform)]
-    while levels:
-        arrays = levels.pop()
-        levels += [node.inner for node in arrays.nodes if node.inner is not None]
-        group_of = {node: number for number, group in enumerate(combined(arrays, most_bytes)) for node in group}
+    for level in _levels(arrays or arrays_of(program, (), platform)):
+        group_of = {node: number for number, group in enumerate(combined(level, most_bytes)) for node in group}
         first: dict[int, tuple[Buffer, int]] = {}
-        for move, node in arrays.moves.items():
+        for move, node in level.moves.items():
             if node in group_of:
                 found[move] = first.setdefault(group_of[node], move)
     return found
+
+
+def sent_before(program: SpmdProgram, platform: str, arrays: Arrays | None = None) -> frozenset[tuple[Buffer, int]]:
+    """The moves (target of their reshard, number in it) that a compiler leaves out, having made an equal one before.
+
+    ``arrays`` are those of the program, if they are known already.
+    """
+    found: set[tuple[Buffer, int]] = set()
+    for level in _levels(arrays or arrays_of(program, (), platform)):
+        made: set[int] = set()
+        for move, node in level.moves.items():
+            if node in made:
+                found.add(move)
+            made.add(node)
+    return frozenset(found)
+
+
+def _levels(arrays: Arrays) -> Iterator[Arrays]:
+    """These arrays and those of all loop bodies in them."""
+    waiting = [arrays]
+    while waiting:
+        level = waiting.pop()
+        waiting += [node.inner for node in level.nodes if node.inner is not None]
+        yield level

@@ -13,9 +13,9 @@ import math
 from dataclasses import dataclass
 
 from autopar.cluster import Cluster
-from autopar.cost_model.arrays import Arrays
+from autopar.cost_model.arrays import Arrays, arrays_of
 from autopar.cost_model.collectives import Collective, collective_seconds, wire_bytes
-from autopar.cost_model.combine import led_by
+from autopar.cost_model.combine import led_by, sent_before
 from autopar.cost_model.kernels import Kernel, kernel_cost
 from autopar.cost_model.reshard import COLLECTIVE_OF_MOVE, collective_bytes, copy_seconds, move_seconds, outermost_dim
 from autopar.graph.fusion import Fusion
@@ -92,7 +92,10 @@ def collectives_of(program: SpmdProgram, cluster: Cluster, arrays: Arrays | None
     """Every collective of a step, in program order; ``arrays`` are those of the program, if they are known already."""
     found = []
     mesh = program.mesh
-    leader = led_by(program, cluster.device.platform.value, arrays)
+    platform = cluster.device.platform
+    arrays = arrays or arrays_of(program, (), platform.value)
+    leader = led_by(program, platform.value, arrays)
+    repeated = sent_before(program, platform.value, arrays)
     for step, trips in program.all_steps():
         if isinstance(step, Run):
             found.extend(_extremes(step, program, cluster, trips))
@@ -101,9 +104,9 @@ def collectives_of(program: SpmdProgram, cluster: Cluster, arrays: Arrays | None
         layout = step.source.layout
         sent_bytes = math.prod(value.shape) * wire_itemsize_bytes(value, cluster.device.platform)
         for place, move in enumerate(step.moves):
-            if (kind := COLLECTIVE_OF_MOVE.get(move.kind)) is not None:
+            this = step.target, place
+            if (kind := COLLECTIVE_OF_MOVE.get(move.kind)) is not None and this not in repeated:
                 full = collective_bytes(move, layout, sent_bytes, mesh)
-                this = step.target, place
                 joins = leader.get(this, this) != this
                 seconds = move_seconds(move, layout, sent_bytes, mesh, cluster, joins=joins)
                 seconds += copy_seconds(move, layout, sent_bytes, mesh, cluster, outermost_dim(value.shape))

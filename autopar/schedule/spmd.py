@@ -289,7 +289,10 @@ class _Level:
         copy = self._stage.copies.get(value)
         source = min(
             self._at_hand[value],
-            key=lambda buffer: (self._weight(buffer, wanted.layout), buffer.layout != copy),  # the plan's way, of equals
+            key=lambda buffer: (
+                self._weight(buffer, wanted.layout),
+                buffer.layout != copy,
+            ),  # the plan's way, of equals
         )
         self._reshard(source, wanted, cause)
         self._at_hand[value].append(wanted)
