@@ -63,6 +63,16 @@ def test_what_is_not_wanted_is_given_up(model: Model, share: float) -> None:
         assert found.cost <= best.cost + wide.ENOUGH * found.cost + 1e-12
 
 
+@given(models())
+def test_when_the_time_is_up_what_was_found_will_do(model: Model) -> None:
+    best = by_trying(model)
+    found = wide.solve_wide(model, by_trying, until_seconds=0.0)
+    assert (best is None) == (found is None)
+    if best is not None and found is not None:
+        assert model.cost(found.options) == found.cost >= best.cost - 1e-9
+        assert found.bound <= best.cost + 1e-9
+
+
 def test_most_options_never_meet_the_solver() -> None:
     """A chain of nodes with a hundred options each is settled by its messages."""
     rng = np.random.default_rng(0)

@@ -13,6 +13,7 @@ went bounds every solution that was missed, so the answer comes with a proof of 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -81,9 +82,12 @@ class Along:
     floor: float
 
 
-def best_along(residuals: Residuals, *, room: float, most_states: int) -> Along:
-    """The solution of least residuals below ``room``, from the last node to the first, with so many states at a time."""
-    return _Walk(residuals, room, most_states).run()
+def best_along(residuals: Residuals, *, room: float, most_states: int, until_seconds: float = math.inf) -> Along:
+    """The solution of least residuals below ``room``, from the last node to the first, with so many states at a time.
+
+    A walk that has not arrived when :func:`time.monotonic` says ``until_seconds`` has found nothing.
+    """
+    return _Walk(residuals, room, most_states).run(until_seconds)
 
 
 class _Walk:
@@ -104,8 +108,10 @@ class _Walk:
         self._costs = np.zeros(1)
         self._back: list[tuple[np.ndarray, np.ndarray]] = []
 
-    def run(self) -> Along:
+    def run(self, until_seconds: float) -> Along:
         for node in reversed(range(len(self._nodes))):
+            if time.monotonic() > until_seconds:
+                return Along(None, math.inf, -math.inf)
             if not self._decide(node):
                 return Along(None, math.inf, self._floor)
         at = int(self._costs.argmin())

@@ -77,12 +77,18 @@ def solve(
     When the time is up the best solution found is returned with its proven bound; if none was found, raises
     :class:`~autopar.errors.PlanError`.
     """
+    deadline = time.monotonic() + time_limit_seconds
 
     def narrow(core: Model) -> Solution | None:
         return _solve_core(core, time_limit_seconds, backend or default_backend())
 
+    def narrow_at_last(core: Model) -> Solution | None:
+        return _solve_core(core, max(1.0, deadline - time.monotonic()), backend or default_backend())
+
     def any_core(core: Model) -> Solution | None:
-        return solve_wide(core, lambda part: by_reduction(part, narrow), below=below) if is_wide(core) else narrow(core)
+        if not is_wide(core):
+            return narrow(core)
+        return solve_wide(core, lambda part: by_reduction(part, narrow_at_last), below=below, until_seconds=deadline)
 
     return by_reduction(model, any_core)
 

@@ -16,6 +16,7 @@ Memory rows are not looked at: a model that has any is none for here.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -59,14 +60,15 @@ def is_wide(model: Model) -> bool:
     return not model.memory and model.num_variables > WIDE_VARIABLES
 
 
-def solve_wide(model: Model, solve: Solver, *, below: float = np.inf) -> Solution | None:
+def solve_wide(model: Model, solve: Solver, *, below: float = np.inf, until_seconds: float = np.inf) -> Solution | None:
     """The best solution up to a share of ``ENOUGH``; ``solve`` answers for narrower models.
 
-    None if there is none, or as soon as it is known that none costs less than ``below``.
+    None if there is none, or as soon as it is known that none costs less than ``below``. Any that was found will do once
+    :func:`time.monotonic` says ``until_seconds``.
     """
     order = narrow_order(model)
     passing = _Passing(in_order(model, order), below)
-    is_settled = _settle(passing)
+    is_settled = _settle(passing, until_seconds)
     if passing.is_hopeless:
         return None
     found = passing.incumbent
@@ -75,8 +77,8 @@ def solve_wide(model: Model, solve: Solver, *, below: float = np.inf) -> Solutio
     return None if found is None else _renumbered(found, order)
 
 
-def _settle(passing: _Passing) -> bool:
-    """Whether passes and walks find a solution that is good enough."""
+def _settle(passing: _Passing, until_seconds: float) -> bool:
+    """Whether passes and walks find a solution that is good enough, or any before the time is up."""
     for rounds in ROUNDS:
         passing.run(rounds)
         if passing.is_hopeless:
@@ -86,11 +88,11 @@ def _settle(passing: _Passing) -> bool:
             if not passing.is_settled:
                 passing.look_among_likeliest(count)
         if passing.is_close and not passing.is_settled:
-            passing.walk(CLOSE_STATES)
-        if passing.is_settled:
+            passing.walk(CLOSE_STATES, until_seconds)
+        if passing.is_settled or passing.is_late(until_seconds):
             return True
-    passing.walk(LAST_STATES)
-    return passing.is_settled
+    passing.walk(LAST_STATES, until_seconds)
+    return passing.is_settled or passing.is_late(until_seconds)
 
 
 def _renumbered(found: Solution, order: Sequence[int]) -> Solution:
@@ -141,11 +143,13 @@ class _Passing:
         for possible, regrets in zip(self._possible, self._messages.regrets, strict=True):
             possible &= regrets <= room
 
-    def walk(self, most_states: int) -> None:
+    def walk(self, most_states: int, until_seconds: float = np.inf) -> None:
         """Look for a solution that is better by a share of ``ENOUGH``; says what none falls below."""
         residuals = self._messages.residuals()
         least = self._cost - (ENOUGH - ROUNDING) * abs(self._cost) if self._best else np.inf
-        found = best_along(residuals, room=least - residuals.bound, most_states=most_states)
+        found = best_along(
+            residuals, room=least - residuals.bound, most_states=most_states, until_seconds=until_seconds
+        )
         self._bound = max(self._bound, residuals.bound + found.floor)
         self._offer(found.options)
 
@@ -178,6 +182,10 @@ class _Passing:
     def is_settled(self) -> bool:
         """Whether the best solution so far is good enough."""
         return self.incumbent is not None and self.incumbent.gap <= ENOUGH
+
+    def is_late(self, until_seconds: float) -> bool:
+        """Whether the time is up and there is a solution."""
+        return self._best is not None and time.monotonic() > until_seconds
 
     @property
     def incumbent(self) -> Solution | None:
