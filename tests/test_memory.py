@@ -28,7 +28,7 @@ from autopar.cost_model.tenants import trees
 from autopar.graph.build import build_graph
 from autopar.graph.fusion import fuse
 from autopar.graph.tracing import trace
-from autopar.plan import Memory, Stage
+from autopar.plan import Layout, Memory, Stage
 from autopar.runtime.executor import Executor
 from autopar.schedule.spmd import lower, output_layouts
 from benchmarks.models import FAMILIES, build
@@ -247,6 +247,20 @@ def test_without_donation_nothing_is_aliased() -> None:
 def test_a_literal_result_is_counted() -> None:
     memory, actual = whole_on_each_device(lambda x: (x * 2, np.float32(3)), (64, 64))
     assert memory.output_bytes == actual.output
+
+
+def test_what_is_gathered_along_an_inner_dimension_is_turned_even_where_no_element_moves() -> None:
+    """So the kernel that reads it cannot write over it."""
+
+    def step(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.einsum("bij,jk->bik", jnp.exp(x), w)
+
+    traced = trace(step, tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in [(1, 1024, 512), (512, 8)]), {})
+    graph = build_graph(traced.jaxpr, platform="cpu")
+    stage = Stage(Mesh(("data",), (8,)), {graph.inputs[0]: Layout(((), ("data",), ()))}, {}, {})
+    program = lower(graph, stage, output_layouts(graph, stage, ()))
+    memory = predict_memory(program, fusion=fuse(graph), state_pairs=(), donated=frozenset(), platform="cpu")
+    check(memory, memory_bytes(Executor(program, traced.in_avals, frozenset(), jax.devices())))
 
 
 # --- names ------------------------------------------------------------------------------------------------------------

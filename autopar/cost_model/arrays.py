@@ -260,7 +260,7 @@ class _Builder:
         size, value = self._bytes(after), before.value
         shape = self._shape(before)
         tenant = Tenant.GATHERED if move.kind is MoveKind.ALL_GATHER else self._tenant(step.cause)
-        minor = any(extent > 1 for extent in shape[: max(move.dim, 0)])
+        minor = any(self._on_cpu or extent > 1 for extent in shape[: max(move.dim, 0)])
         match move.kind:
             case MoveKind.SLICE | MoveKind.MASK:
                 return self._add(Form.CHEAP, (node,), size, self._tenant(step.cause), value, step.cause)
