@@ -177,8 +177,22 @@ PRODUCT = tuple((name, method) for name in FAMILIES for method in METHODS)
 """The default run holds a sample of it, which is compiled anyway, in :mod:`tests.test_predictions`."""
 
 
+GAPS = {
+    (
+        "gpt_remat",
+        "tensor_parallel",
+    ): "XLA:CPU drops barriers when it has simplified both sides of them, not always alike: "
+    "some of what stands twice is then computed, and sent, twice"
+}
+
+
+def row(name: str, method: str) -> Any:
+    reason = GAPS.get((name, method))
+    return pytest.param(name, method, marks=pytest.mark.xfail(reason=reason, strict=True) if reason else ())
+
+
 @pytest.mark.verify
-@pytest.mark.parametrize(("name", "method"), PRODUCT)
+@pytest.mark.parametrize(("name", "method"), [row(*pair) for pair in PRODUCT])
 def test_the_all_reduces_of_every_step_are_those_of_its_compiled_program(name: str, method: str) -> None:
     model = build(name, "toy")
     step = autopar.parallelize(cluster=eight_slow_devices(), method=method)(model.train_step)
