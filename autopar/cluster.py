@@ -13,6 +13,8 @@ uses link number ``(d mod devices_per_host) // shared_by`` of its host.
 Between single hosts links may be others (``host_links``).  A host then has cards that carry as much as the fastest of its links,
 and to one host as much as the link to it: α and β of a pair are what a message between these hosts finds.
 
+``host_memory_link`` joins each device to the memory of its host: PCIe, or NVLink where the processor has it.
+
 Hosts may have devices of another kind (``host_devices``).  A program on all devices is then as slow as on the slowest kind, and
 has the memory of the kind with the least: all wait for each other.
 
@@ -220,6 +222,8 @@ class Cluster:
     """By pairs of hosts, the link between them where it is another than ``network_link``, both ways."""
     host_devices: Mapping[int, DeviceKind] = field(default_factory=dict, kw_only=True)
     """By hosts, the kind of their devices where it is another than ``device``."""
+    host_memory_link: Link | None = field(default=None, kw_only=True)
+    """Between a device and the memory of its host; None: not known, so nothing is kept there."""
     device_ids: tuple[int, ...] = field(default=(), kw_only=True)
     """Ids of this process's JAX devices that the cluster is made of, in order; none: they are the first ones."""
 
@@ -233,6 +237,10 @@ class Cluster:
                 raise ClusterError(
                     f"{part} of cluster {self.name!r} is {getattr(self, part)!r}; give a {kind.__name__}"
                 )
+        if not isinstance(self.host_memory_link, Link | None):
+            raise ClusterError(
+                f"host_memory_link of cluster {self.name!r} is {self.host_memory_link!r}; give a Link, or None"
+            )
         if self.device_ids and len(set(self.device_ids)) != self.num_devices:
             raise ClusterError(
                 f"device_ids of cluster {self.name!r} are {self.device_ids} for {self.num_devices} devices; give one for each"

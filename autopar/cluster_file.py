@@ -13,8 +13,8 @@ from autopar.errors import ClusterError
 from autopar.files import Header, write_atomically
 
 _FILE_FORMAT = "autopar-cluster"
-_FILE_VERSION = 2
-_READ_VERSIONS = (1, 2)  # the first knows no differences between hosts
+_FILE_VERSION = 3
+_READ_VERSIONS = (1, 2, 3)  # the first knows no differences between hosts, the second no link to their memory
 _Made = TypeVar("_Made")
 
 
@@ -55,6 +55,7 @@ class _Cluster(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     notes: str = ""
     host_links: tuple[_HostLink, ...] = ()
     host_devices: tuple[_HostDevice, ...] = ()
+    host_memory_link: _Link | None = None
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -77,7 +78,7 @@ def read_cluster(path: Path) -> Cluster:
             )
         if header.version not in _READ_VERSIONS:
             raise ClusterError(
-                f"{path}: $.version is {header.version}, this release reads {' and '.join(map(str, _READ_VERSIONS))}; write "
+                f"{path}: $.version is {header.version}, this release reads {_READ_VERSIONS[0]} to {_READ_VERSIONS[-1]}; write "
                 "the file anew with Cluster.to_file, or use the release that wrote it"
             )
         stored = msgspec.json.decode(data, type=_File).cluster
@@ -105,6 +106,7 @@ def write_cluster(cluster: Cluster, path: Path) -> None:
         host_devices=tuple(
             _HostDevice(host=host, device=_from_kind(kind)) for host, kind in cluster.host_devices.items()
         ),
+        host_memory_link=None if cluster.host_memory_link is None else _from_link(cluster.host_memory_link),
     )
     data = msgspec.json.encode(_File(format=_FILE_FORMAT, version=_FILE_VERSION, cluster=stored))
     try:
@@ -137,6 +139,9 @@ def _to_cluster(path: Path, stored: _Cluster) -> Cluster:
     fields = msgspec.structs.asdict(stored)
     for name, kind in (("device", DeviceKind), ("local_link", Link), ("network_link", Link)):
         fields[name] = _checked(f"{path}: $.cluster.{name}", kind, msgspec.structs.asdict(fields[name]))
+    if stored.host_memory_link is not None:
+        entries = msgspec.structs.asdict(stored.host_memory_link)
+        fields["host_memory_link"] = _checked(f"{path}: $.cluster.host_memory_link", Link, entries)
     links: dict[tuple[int, int], object] = {}
     for number, one in enumerate(stored.host_links):
         place = f"{path}: $.cluster.host_links[{number}]"

@@ -48,6 +48,8 @@ NVLINK_LATENCY_SECONDS = 3.4e-6
 RDMA_LATENCY_SECONDS = 14e-6
 TCP_LATENCY_SECONDS = 50e-6
 ICI_LATENCY_SECONDS = 1e-6
+PCIE_LATENCY_SECONDS = 10e-6
+"""Assumed: what starting a copy between a device and its host takes."""
 
 CPU_FLOPS_PER_SECOND_PER_CORE = {"float32": 1e11, "float64": 5e10, "bfloat16": 1e11}
 """Matrix products on one core with AVX-512 (AMD EPYC, Zen 4, 2.6 GHz): ``python benchmarks/measure_local.py``."""
@@ -80,6 +82,14 @@ def _nvlink(gigabytes_per_second: float, source: str) -> Link:
     """NVLink from the data sheet's figure, which counts both directions."""
     rate = gigabytes_per_second / 2 * GIGA * LINK_REACHED
     return Link(NVLINK_LATENCY_SECONDS, rate, source=f"{source}; {_NCCL}, NVLink")
+
+
+def _pcie(gigabytes_per_second: float, source: str) -> Link:
+    """PCIe from the data sheet's figure, which counts both directions; two devices share a switch, and its lanes to the host."""
+    rate = gigabytes_per_second / 2 * GIGA * LINK_REACHED
+    return Link(
+        PCIE_LATENCY_SECONDS, rate, 2, f"{source}; two devices behind a switch, as in NVIDIA's DGX; latency assumed"
+    )
 
 
 def _cards(gigabits_per_second: float, shared_by: int, latency_seconds: float, source: str) -> Link:
@@ -146,6 +156,11 @@ TPU_V5P = _device(
     "Google Cloud TPU documentation, TPU v5p, System architecture; float32 as one bfloat16 pass",
 )
 
+_V100_PCIE = _pcie(32, "NVIDIA V100 data sheet, Interconnect Bandwidth, PCIe 32 GB/s")
+_A100_PCIE = _pcie(64, "NVIDIA A100 data sheet, Interconnect, PCIe Gen4 64 GB/s")
+_H100_PCIE = _pcie(128, "NVIDIA H100 data sheet, Interconnect, PCIe Gen5 128 GB/s")
+_H200_PCIE = _pcie(128, "NVIDIA H200 data sheet, Interconnect, PCIe Gen5 128 GB/s")
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -157,11 +172,11 @@ class Preset:
 
 
 def _preset(
-    name: str, device: DeviceKind, links: tuple[Link, Link], device_kinds: tuple[str, ...] = (), notes: str = ""
+    name: str, device: DeviceKind, links: tuple[Link, Link, Link], device_kinds: tuple[str, ...] = (), notes: str = ""
 ) -> Preset:
-    """A preset of eight devices a host with (local, network) links."""
-    local, network = links
-    return Preset(Cluster(name, 1, 8, device, local, network, notes=notes), device_kinds)
+    """A preset of eight devices a host with (local, network, host memory) links."""
+    local, network, memory = links
+    return Preset(Cluster(name, 1, 8, device, local, network, notes=notes, host_memory_link=memory), device_kinds)
 
 
 def _tpu_preset(name: str, device: DeviceKind, ici: Link, device_kinds: tuple[str, ...], chips: int) -> Preset:
@@ -186,6 +201,7 @@ PRESETS: tuple[Preset, ...] = (
                 TCP_LATENCY_SECONDS,
                 "Amazon EC2 P3 instances, p3.16xlarge, Network Bandwidth 25 Gbps; latency assumed for TCP",
             ),
+            _V100_PCIE,
         ),
         ("Tesla V100-SXM2-16GB",),
         "NVLink is a hybrid cube mesh: a pair of devices has one or two of the six links, a ring of eight has all.",
@@ -201,6 +217,7 @@ PRESETS: tuple[Preset, ...] = (
                 RDMA_LATENCY_SECONDS,
                 f"Amazon EC2 P3 instances, p3dn.24xlarge, Network Bandwidth 100 Gbps; {_NCCL}, network",
             ),
+            _V100_PCIE,
         ),
         ("Tesla V100-SXM2-32GB",),
         "NVLink is a hybrid cube mesh: a pair of devices has one or two of the six links, a ring of eight has all.",
@@ -216,6 +233,7 @@ PRESETS: tuple[Preset, ...] = (
                 RDMA_LATENCY_SECONDS,
                 f"Amazon EC2 P4 instances, p4d.24xlarge, 400 Gbps EFA as four cards; {_NCCL}, network",
             ),
+            _A100_PCIE,
         ),
         ("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB"),
     ),
@@ -230,6 +248,7 @@ PRESETS: tuple[Preset, ...] = (
                 RDMA_LATENCY_SECONDS,
                 f"Amazon EC2 P4 instances, p4de.24xlarge, 400 Gbps EFA as four cards; {_NCCL}, network",
             ),
+            _A100_PCIE,
         ),
         ("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB"),
     ),
@@ -244,6 +263,7 @@ PRESETS: tuple[Preset, ...] = (
                 RDMA_LATENCY_SECONDS,
                 f"Amazon EC2 P5 instances, p5.48xlarge, 3200 Gbps EFA, an eighth for each device; {_NCCL}, network",
             ),
+            _H100_PCIE,
         ),
         ("NVIDIA H100 80GB HBM3",),
     ),
@@ -258,6 +278,7 @@ PRESETS: tuple[Preset, ...] = (
                 RDMA_LATENCY_SECONDS,
                 f"NVIDIA DGX H200 data sheet, Networking, eight ConnectX-7 of 400 Gb/s for compute; {_NCCL}, network",
             ),
+            _H200_PCIE,
         ),
         ("NVIDIA H200",),
     ),
@@ -407,6 +428,11 @@ def ray_cluster(found: RayHosts) -> Cluster:
             devices_per_host=found.devices_per_host,
             local_link=min((one.cluster.local_link for one in presets), key=_bytes_per_second_each),
             network_link=min((one.cluster.network_link for one in presets), key=_bytes_per_second_each),
+            host_memory_link=min(
+                (link for one in presets if (link := one.cluster.host_memory_link) is not None),
+                key=_bytes_per_second_each,
+                default=None,
+            ),
             host_devices={host: one.cluster.device for host, one in enumerate(presets)},
         )
     return replace(cluster, runs_on=found)

@@ -149,11 +149,27 @@ def test_nodes_of_a_ray_cluster_with_gpus_of_two_kinds() -> None:
     assert not alike.host_devices and alike.device == cluster.kind_of(0)
 
 
-def test_files_of_the_first_version_are_read(tmp_path: Path) -> None:
+def test_files_of_the_versions_before_are_read(tmp_path: Path) -> None:
     path, content = stored(tmp_path)
+    del content["cluster"]["host_memory_link"]
+    path.write_text(json.dumps(content | {"version": 2}))
+    assert Cluster.from_file(path) == TOY
     del content["cluster"]["host_links"], content["cluster"]["host_devices"]
     path.write_text(json.dumps(content | {"version": 1}))
     assert Cluster.from_file(path) == TOY
+
+
+def test_the_link_to_the_memory_of_the_host(tmp_path: Path) -> None:
+    cluster = TOY.replace(host_memory_link=Link(1e-5, 1.6e10, shared_by=2, source="PCIe"))
+    cluster.to_file(tmp_path / "cluster.json")
+    assert Cluster.from_file(tmp_path / "cluster.json") == cluster != TOY
+    assert cluster.part((0, 1)).host_memory_link == cluster.host_memory_link
+    with pytest.raises(ClusterError, match="host_memory_link of cluster 'toy' is 'PCIe'; give a Link, or None"):
+        TOY.replace(host_memory_link="PCIe")
+    generations = [Cluster.preset(name).host_memory_link for name in ("p3.16xlarge", "p4d.24xlarge", "p5.48xlarge")]
+    rates = [link.bytes_per_second for link in generations if link is not None]
+    assert rates == [1.28e10, 2.56e10, 5.12e10]  # 0.8 of one direction of Gen3, Gen4, Gen5, sixteen lanes
+    assert Cluster.preset("tpu-v5e").host_memory_link is None
 
 
 def test_per_device_figures_are_shared() -> None:
@@ -478,7 +494,12 @@ def test_numbers_that_are_none(literal: str, tmp_path: Path) -> None:
         (("cluster", "device", "flops_per_second"), {}, r"\$\.cluster\.device: .*at least one dtype"),
         (("cluster", "device", "memory_bytes"), 0, r"\$\.cluster\.device: memory_bytes"),
         (("format",), "alpa", r"\$\.format is 'alpa'.*not a cluster file"),
-        (("version",), 3, r"\$\.version is 3, .*reads 1 and 2"),
+        (("version",), 4, r"\$\.version is 4, .*reads 1 to 3"),
+        (
+            ("cluster", "host_memory_link"),
+            LINK | {"shared_by": 0},
+            r"\$\.cluster\.host_memory_link: shared_by of a link is 0",
+        ),
         (("cluster", "host_links"), [{"hosts": [0], "link": None}], r"\$\.cluster\.host_links\[0\]\.hosts"),
         (
             ("cluster", "host_links"),
