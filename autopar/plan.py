@@ -125,6 +125,8 @@ class Memory:
     temp_bytes: int
     by_kind: Mapping[str, int]
     largest: tuple[tuple[str, int], ...] = ()
+    host_bytes: int = 0
+    """Of the device's part of arrays that lie in the memory of its host between steps; in none of the figures above."""
 
     @property
     def total_bytes(self) -> int:
@@ -147,13 +149,17 @@ class Prediction:
     """Of a pipeline: seconds of a step; the other figures are then those of the busiest stage and the fullest device."""
     allocation_seconds: float = 0.0
     """Seconds that memory costs because it is new to the call, as far as that was measured."""
+    host_seconds: float = 0.0
+    """Seconds of copies from the memory of the host, and back."""
 
     @property
     def step_seconds(self) -> float:
-        """Compute (the update included), communication and new memory, one after the other; of a pipeline as simulated."""
+        """Compute (the update included), communication, new memory and copies from and to the host, one after the other; of a
+        pipeline as simulated.
+        """
         if self.simulated_seconds is not None:
             return self.simulated_seconds
-        return self.compute_seconds + self.communication_seconds + self.allocation_seconds
+        return self.compute_seconds + self.communication_seconds + self.allocation_seconds + self.host_seconds
 
 
 @dataclass(frozen=True)
@@ -212,6 +218,13 @@ class Remat(Enum):
     NONE = "none"
     DOTS = "dots"
     FULL = "full"
+
+
+class Offload(Enum):
+    """What lies in the memory of the host between steps: nothing, or the state that only the update reads."""
+
+    NONE = "none"
+    OPTIMIZER_STATE = "optimizer_state"
 
 
 @dataclass(frozen=True)
@@ -282,6 +295,13 @@ class Plan:
     """Of a pipeline: how its loops over layers are cut.  A leaf that is cut has a path and a layout for each of its pieces."""
     remat: LayerRemat = NO_REMAT
     """What the planner has layers compute again in the backward pass, beyond what the user's own code says."""
+    hosted: tuple[int, ...] = ()
+    """Positions of the inputs that lie in the memory of the host between steps, with their next values; of a pipeline none."""
+
+    @property
+    def offload(self) -> Offload:
+        """What lies in the memory of the host."""
+        return Offload.OPTIMIZER_STATE if self.hosted else Offload.NONE
 
     @property
     def is_pipeline(self) -> bool:

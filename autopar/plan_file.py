@@ -2,7 +2,7 @@
 
     load(save(plan)) = plan     exactly: floats are written by their shortest text that reads back to the same bits
 
-The file is JSON, ``{"format": "autopar.plan", "version": 5, "plan": {…}}`` with the fields of ``Plan``.  Layouts and
+The file is JSON, ``{"format": "autopar.plan", "version": 6, "plan": {…}}`` with the fields of ``Plan``.  Layouts and
 strategies are few and their users many (24 equal layers), so each distinct one stands once in a table, ``layouts`` or
 ``strategies``, and is referred to by its place there: ``homes``, ``copies`` and ``strategies`` of a stage are pairs
 ``[id, place]``, ``in_layouts`` and ``out_layouts`` are places.
@@ -44,7 +44,7 @@ from autopar.plan import (
 )
 
 FILE_FORMAT = "autopar.plan"
-FILE_VERSION = 5
+FILE_VERSION = 6
 OLDEST_VERSION = 3
 """Files of which nothing but what was added since is missing."""
 _ADVICE = "correct it, or plan again and save anew"
@@ -102,6 +102,7 @@ class _MemoryEntry(Struct, forbid_unknown_fields=True):
     temp_bytes: _Whole
     by_kind: dict[str, _Whole]
     largest: tuple[tuple[str, _Whole], ...] = ()
+    host_bytes: _Whole = 0
 
 
 class _PredictionEntry(Struct, forbid_unknown_fields=True):
@@ -114,6 +115,7 @@ class _PredictionEntry(Struct, forbid_unknown_fields=True):
     memory: _MemoryEntry
     simulated_seconds: _Number | None = None
     allocation_seconds: _Number = 0.0
+    host_seconds: _Number = 0.0
 
 
 class _SolverEntry(Struct, forbid_unknown_fields=True):
@@ -146,6 +148,7 @@ class _PlanEntry(Struct, forbid_unknown_fields=True, kw_only=True):
     order: tuple[tuple[tuple[Pass, _Whole, _Whole], ...], ...] = ()
     opening: _OpeningEntry = msgspec.field(default_factory=_OpeningEntry)
     remat: _RematEntry = msgspec.field(default_factory=_RematEntry)
+    hosted: tuple[_Whole, ...] = ()
     layouts: tuple[_LayoutEntry, ...]
     strategies: tuple[_StrategyEntry, ...]
     stages: Annotated[tuple[_StageEntry, ...], Meta(min_length=1)]
@@ -234,6 +237,7 @@ def encode_plan(plan: Plan) -> bytes:
             index(plan.opening.pieces), tuple((index(a), index(b), index(c)) for a, b, c in plan.opening.leaves)
         ),
         remat=_RematEntry(tuple(map(index, plan.remat.starts)), plan.remat.kinds),
+        hosted=tuple(map(index, plan.hosted)),
         layouts=tuple(_LayoutEntry(layout.dims, layout.partial) for layout in layouts.entries()),
         strategies=tuple(_StrategyEntry(one.factors, one.passing) for one in strategies.entries()),
         stages=stages,
@@ -279,9 +283,11 @@ def _from_prediction(prediction: Prediction) -> _PredictionEntry:
             temp_bytes=index(memory.temp_bytes),
             by_kind={kind: index(size) for kind, size in memory.by_kind.items()},
             largest=tuple((name, index(size)) for name, size in memory.largest),
+            host_bytes=index(memory.host_bytes),
         ),
         simulated_seconds=None if prediction.simulated_seconds is None else float(prediction.simulated_seconds),
         allocation_seconds=float(prediction.allocation_seconds),
+        host_seconds=float(prediction.host_seconds),
     )
 
 
@@ -386,6 +392,7 @@ class _Reader:
             order=stored.order,
             opening=Opening(stored.opening.pieces, stored.opening.leaves),
             remat=self._remat(),
+            hosted=self._hosted(),
         )
 
     def _check_stages(self, stages: tuple[Stage, ...]) -> None:
@@ -445,6 +452,17 @@ class _Reader:
         if stored.starts[0] != 0 or list(stored.starts) != sorted(set(stored.starts)):
             raise self._error("$.plan.remat.starts", f"{list(stored.starts)} do not ascend from 0")
         return LayerRemat(stored.starts, stored.kinds)
+
+    def _hosted(self) -> tuple[int, ...]:
+        """Positions of inputs, ascending, of a plan on one mesh."""
+        hosted = self._stored.hosted
+        if hosted and len(self._stored.stages) > 1:
+            raise self._error("$.plan.hosted", "of a plan of several stages nothing lies in the memory of the hosts")
+        if list(hosted) != sorted(set(hosted)):
+            raise self._error("$.plan.hosted", f"{list(hosted)} do not ascend")
+        if hosted and hosted[-1] >= len(self._stored.in_paths):
+            raise self._error("$.plan.hosted", f"there is no input {hosted[-1]} in $.plan.in_paths")
+        return hosted
 
     def _check_dealing(self, homes: list[int]) -> None:
         """Stages share meshes as their schedule has it; ``homes`` is, for each, the first stage on its mesh."""

@@ -92,7 +92,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
 def test_entries_stand_in_the_tables_once(tmp_path: Path) -> None:
     content = stored(TOY, tmp_path / "plan.json")
-    assert (content["format"], content["version"]) == ("autopar.plan", 5)
+    assert (content["format"], content["version"]) == ("autopar.plan", 6)
     plan = content["plan"]
     assert plan["layouts"] == [
         {"dims": [["data", "model"], []], "partial": []},
@@ -456,13 +456,16 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
         assert "is not complete JSON" in refusal(path, text[:length])
 
 
-@pytest.mark.parametrize(("version", "unknown"), [(3, ("opening", "remat")), (4, ("remat",))])
+@pytest.mark.parametrize(
+    ("version", "unknown"), [(3, ("opening", "remat", "hosted")), (4, ("remat", "hosted")), (5, ("hosted",))]
+)
 def test_files_of_the_versions_before_are_read(version: int, unknown: tuple[str, ...], tmp_path: Path) -> None:
-    """They know nothing of loops over layers that are cut, or of layers that compute again."""
+    """They know nothing of loops over layers that are cut, of layers that compute again, or of state in host memory."""
     content = stored(TOY, tmp_path / "plan.json")
     content["version"] = version
     for name in unknown:
         del content["plan"][name]
+    del content["plan"]["prediction"]["host_seconds"], content["plan"]["prediction"]["memory"]["host_bytes"]
     (tmp_path / "plan.json").write_text(json.dumps(content))
     assert Plan.load(tmp_path / "plan.json") == TOY
 
@@ -470,9 +473,9 @@ def test_files_of_the_versions_before_are_read(version: int, unknown: tuple[str,
 @pytest.mark.parametrize(
     ("version", "message"),
     [
-        (6, "$.version is 6, written by a newer release, and this one reads 5; upgrade autopar"),
-        (2, "$.version is 2, written by an older release, and this one reads 5; plan again with this release"),
-        (0, "$.version is 0, and there is no such version (this release reads 5)"),
+        (7, "$.version is 7, written by a newer release, and this one reads 6; upgrade autopar"),
+        (2, "$.version is 2, written by an older release, and this one reads 6; plan again with this release"),
+        (0, "$.version is 0, and there is no such version (this release reads 6)"),
         ("1", "Expected `int`, got `str` - at `$.version`"),
     ],
 )

@@ -19,6 +19,7 @@ from typing import Any
 from autopar import _compat
 from autopar.cluster import Platform
 from autopar.cost_model.collectives import Collective
+from autopar.cost_model.hosted import bytes_in_flight, has_host_memory
 from autopar.cost_model.reshard import COLLECTIVE_OF_MOVE, merging
 from autopar.graph.build import LoopKind
 from autopar.graph.fusion import COSTLY, FREE, FUSIBLE, INPUT_FUSIBLE
@@ -27,7 +28,7 @@ from autopar.graph.merging import Merged, merged_values
 from autopar.graph.zeros import is_zero_literal
 from autopar.plan import Axes, Layout
 from autopar.schedule.reshard import Move, MoveKind, after_move, local_shape
-from autopar.schedule.spmd import Buffer, Reshard, Run, SpmdProgram
+from autopar.schedule.spmd import NOTHING_HOSTED, Buffer, Hosted, Reshard, Run, SpmdProgram
 
 
 class Form(Enum):
@@ -52,6 +53,7 @@ class Tenant(Enum):
     GATHERED = "gathered copies"
     COPY = "copies"
     LOOP = "loop buffers"
+    HOSTED = "copies of arrays in host memory"
 
 
 TENANT_OF_PHASE = {
@@ -106,7 +108,9 @@ class Node:
 @dataclass
 class Arrays:
     """All nodes of one level. ``outputs`` are nodes (``None``: a literal); ``pairs`` are positions of an input and of
-    the output that takes its buffer; ``moves`` are the nodes of the moves that make a buffer, by their number.
+    the output that takes its buffer; ``moves`` are the nodes of the moves that make a buffer, by their number; ``hosted``
+    are positions of inputs and outputs that have no buffer on the device, ``in_flight`` stands for those of them that are there
+    for a moment.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -114,6 +118,8 @@ class Arrays:
     outputs: list[int | None] = field(default_factory=list)
     pairs: tuple[tuple[int, int], ...] = ()
     moves: dict[tuple[Buffer, int], int] = field(default_factory=dict)
+    hosted: Hosted = NOTHING_HOSTED
+    in_flight: int | None = None
 
 
 def arrays_of(
@@ -139,6 +145,10 @@ def arrays_of(
         stacked = [None if node is None else builder.slice_of(node) for node in arrays.outputs[scan[1] :]]
         arrays.outputs[scan[1] :] = stacked
     arrays.pairs = pairs
+    if has_host_memory(platform) and (program.hosted.inputs or program.hosted.outputs):
+        arrays.hosted = program.hosted
+        arrays.in_flight = len(arrays.nodes)
+        arrays.nodes.append(Node(Form.INPUT, (), bytes_in_flight(program), Tenant.HOSTED, -1, None))
     return arrays
 
 

@@ -61,6 +61,8 @@ class MemoryBytes:
     output: int
     alias: int
     temp: int
+    host: int = 0
+    """Of arguments in the memory of the host, which are in none of the others."""
 
     @property
     def total(self) -> int:
@@ -193,6 +195,7 @@ def memory_bytes(compiled: Any) -> MemoryBytes:
         analysis.output_size_in_bytes,
         analysis.alias_size_in_bytes,
         analysis.temp_size_in_bytes,
+        analysis.host_argument_size_in_bytes,
     )
 
 

@@ -10,7 +10,9 @@ said by :mod:`autopar.cost_model.buffers`; which of them share bytes is decided 
 * an elementwise kernel writes over an operand that dies with it;
 * a donated argument's bytes take the result that replaces it; if the argument is still read after that, it is copied
   first;
-* while bytes of a donated argument or of a result are idle they serve as scratch space.
+* while bytes of a donated argument or of a result are idle they serve as scratch space;
+* an array in the memory of the host is on the device for as long as it is in flight (:mod:`autopar.cost_model.hosted`), from the
+  first to the last kernel that makes the next value of one.
 
 The referee is ``compiled.memory_analysis()`` of XLA:CPU.  For other platforms the order of work is a guess.
 """
@@ -29,6 +31,7 @@ from autopar import _compat
 from autopar.cost_model.arrays import Arrays, Form, Node, Tenant, arrays_of
 from autopar.cost_model.buffers import Kernels, kernels_of, order_of, precedence
 from autopar.cost_model.combine import joined
+from autopar.cost_model.hosted import hosted_bytes
 from autopar.cost_model.tenants import largest_tenants
 from autopar.graph.fusion import Fusion
 from autopar.plan import Memory
@@ -115,10 +118,13 @@ def memory_of(
 ) -> Memory:
     """The same of a program whose arrays, with their pairs, are known."""
     line = timeline(arrays, platform)
-    arguments = [arrays.nodes[node].size_bytes for node in arrays.inputs]
+    hosted = arrays.hosted
+    arguments = [
+        0 if position in hosted.inputs else arrays.nodes[node].size_bytes for position, node in enumerate(arrays.inputs)
+    ]
     literals = [_bytes_of_literal(atom) for atom in _compat.jaxpr_of(program.graph.jaxpr).outvars]
     results = [
-        literals[position] if node is None else arrays.nodes[node].size_bytes
+        literals[position] if node is None else 0 if position in hosted.outputs else arrays.nodes[node].size_bytes
         for position, node in enumerate(arrays.outputs)
     ]
     temp_bytes = line.temp_bytes
@@ -129,6 +135,7 @@ def memory_of(
         temp_bytes=temp_bytes,
         by_kind=_by_kind(line, temp_bytes, fusion),
         largest=largest_tenants(line.tenants, program, state_pairs, arguments, names),
+        host_bytes=hosted_bytes(program, platform),
     )
 
 
@@ -165,6 +172,7 @@ def timeline(arrays: Arrays, platform: str, *, outermost: bool = True) -> Timeli
         idle += _unfilled_results(arrays, kernels, position)
     results = {kernels.owner[node] for node in arrays.outputs if node is not None and node in kernels.owner}
     buffers += _scratch(kernels, position, end, results)
+    buffers += _in_flight(arrays, kernels, position)
     buffers = _lodge(buffers, idle)
     bodies = [
         (position[number], timeline(node.inner, platform, outermost=False))
@@ -183,6 +191,8 @@ def _donations(
     """
     pairs = []
     for source, output in arrays.pairs:
+        if source in arrays.hosted.inputs:
+            continue
         given, result = arrays.inputs[source], arrays.outputs[output]
         successor = None if result is None else kernels.owner.get(result)
         if successor is not None and kernels.nodes[successor].form is not Form.INPUT:
@@ -202,9 +212,19 @@ def _donations(
     return copies, idle
 
 
+def _in_flight(arrays: Arrays, kernels: Kernels, position: Mapping[int, int]) -> list[Tenancy]:
+    """Copies of arrays in the memory of the host: while next values of them are made, or throughout where there are none."""
+    if arrays.in_flight is None:
+        return []
+    outputs = (arrays.outputs[output] for output in arrays.hosted.outputs)
+    moments = [position[kernels.owner[node]] for node in outputs if node is not None and node in kernels.owner]
+    moments = moments or [1, max(position.values(), default=1)]
+    return [Tenancy(arrays.in_flight, arrays.nodes[arrays.in_flight].size_bytes, min(moments), max(moments))]
+
+
 def _unfilled_results(arrays: Arrays, kernels: Kernels, position: Mapping[int, int]) -> list[Tenancy]:
     """The bytes of results that take over no argument's, until they are filled."""
-    taken_over = {output for _, output in arrays.pairs}
+    taken_over = {output for _, output in arrays.pairs} | arrays.hosted.outputs
     makers = [
         kernels.owner[node]
         for output, node in enumerate(arrays.outputs)

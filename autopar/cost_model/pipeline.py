@@ -21,7 +21,7 @@ from autopar.cost_model.arrays import arrays_of
 from autopar.cost_model.forecast import Forecast
 from autopar.cost_model.machine import Load, Machine, make_machine, message_load
 from autopar.cost_model.memory import timeline
-from autopar.cost_model.predict import collectives_of, local_bytes, run_costs
+from autopar.cost_model.predict import collectives_of, run_costs
 from autopar.cost_model.roofline import operator_seconds
 from autopar.cost_model.simulate import Simulation, Work, simulate
 from autopar.cost_model.transfers import cheapest_transfer, finishing_seconds
@@ -34,7 +34,7 @@ from autopar.schedule.instructions import ONCE, Part, Slot, Task
 from autopar.schedule.pipeline import Pipeline, StageLowering, layouts_of_crossing
 from autopar.schedule.reshard import local_shape
 from autopar.schedule.slices import Executable, Scope
-from autopar.schedule.spmd import SpmdProgram
+from autopar.schedule.spmd import SpmdProgram, local_bytes
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
     step seconds = Σ runs (roofline of one device's share) + Σ collectives (α-β over the links that they cross)
                  + what memory costs that is new to the call (as measured, where a profile says so)
+                 + copies between devices and their hosts (:mod:`autopar.cost_model.hosted`)
 
 Collectives that the backend combines (:mod:`autopar.cost_model.combine`) pay their latency once.  Nothing overlaps in this
 sum: inside one executable on CPU nothing does, and elsewhere it is an upper bound.
@@ -16,13 +17,14 @@ from autopar.cluster import Cluster
 from autopar.cost_model.arrays import Arrays, arrays_of
 from autopar.cost_model.collectives import Collective, collective_seconds, wire_bytes
 from autopar.cost_model.combine import led_by, sent_before
+from autopar.cost_model.hosted import host_seconds
 from autopar.cost_model.kernels import Kernel, kernel_cost
 from autopar.cost_model.reshard import COLLECTIVE_OF_MOVE, collective_bytes, copy_seconds, move_seconds, outermost_dim
 from autopar.graph.fusion import Fusion
 from autopar.graph.ir import Operator, Phase
 from autopar.plan import CollectiveUse, Memory, Prediction
 from autopar.schedule.reshard import after_move, local_shape
-from autopar.schedule.spmd import Buffer, Run, SpmdProgram
+from autopar.schedule.spmd import Run, SpmdProgram, local_bytes
 from autopar.schedule.wire import wire_itemsize_bytes
 
 
@@ -52,6 +54,7 @@ def predict(
         collectives=collectives,
         memory=memory,
         allocation_seconds=_allocation_seconds(program, memory, cluster),
+        host_seconds=host_seconds(program, cluster),
     )
 
 
@@ -62,12 +65,6 @@ def _allocation_seconds(program: SpmdProgram, memory: Memory, cluster: Cluster) 
     sizes = [local_bytes(program, buffer) for buffer in program.outputs if buffer is not None]
     new_share = 1.0 - memory.alias_bytes / memory.output_bytes
     return fresh.seconds(sizes, 0.0) * new_share + fresh.seconds((), memory.temp_bytes)
-
-
-def local_bytes(program: SpmdProgram, buffer: Buffer) -> int:
-    """Bytes of a buffer on one device."""
-    value = program.values[buffer.value]
-    return value.itemsize_bytes * math.prod(local_shape(value.shape, buffer.layout, program.mesh))
 
 
 def run_costs(program: SpmdProgram, fusion: Fusion, cluster: Cluster) -> list[RunCost]:

@@ -2,13 +2,17 @@
 
 The program runs inside one ``jax.shard_map`` that is manual over every mesh axis, under ``jax.jit`` with the plan's
 input and output shardings and donation; nothing is left for XLA's partitioner to decide.
+
+Arrays that lie in the memory of the host between steps are copied to the device where the steps begin and back where they end;
+it is the compiler that moves the copies to where they are used (XLA:GPU lets the kernels that read such an array read it over the
+link, and starts a copy back as soon as the array is made).
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +49,18 @@ def partition_spec(layout: Layout) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
+HOST_MEMORY = "pinned_host"
+"""What JAX calls the memory of the host that devices read and write themselves."""
+
+
+def shardings_of(mesh: Any, layouts: Sequence[Layout], hosted: Collection[int]) -> tuple[NamedSharding, ...]:
+    """Where arrays lie that are laid out so; ``hosted`` are the positions of those in the memory of the host."""
+    return tuple(
+        NamedSharding(mesh, partition_spec(layout), memory_kind=HOST_MEMORY if position in hosted else None)
+        for position, layout in enumerate(layouts)
+    )
+
+
 @dataclass(frozen=True)
 class JittedStep:
     """A whole step as a function of ``jax.jit`` over a mesh, which may be an abstract one."""
@@ -59,22 +75,33 @@ def jitted_step(program: SpmdProgram, mesh: Any, donated: frozenset[int]) -> Jit
     """The function of a step's flat leaves, which are laid out as the program says."""
     in_layouts = tuple(buffer.layout for buffer in program.inputs)
     out_layouts = tuple(Layout(()) if buffer is None else buffer.layout for buffer in program.outputs)
-    specs, out_specs = tuple(map(partition_spec, in_layouts)), tuple(map(partition_spec, out_layouts))
+    hosted = program.hosted
     local = jax.shard_map(
-        lambda *arguments: tuple(interpret(program, arguments)),
+        lambda *arguments: tuple(
+            _moved(
+                interpret(program, _moved(arguments, hosted.inputs, jax.memory.Space.Device)),
+                hosted.outputs,
+                jax.memory.Space.Host,
+            )
+        ),
         mesh=mesh,
-        in_specs=specs,
-        out_specs=out_specs,
+        in_specs=tuple(map(partition_spec, in_layouts)),
+        out_specs=tuple(map(partition_spec, out_layouts)),
         check_vma=False,
     )
     jitted = jax.jit(
         local,
-        in_shardings=tuple(NamedSharding(mesh, spec) for spec in specs),
-        out_shardings=tuple(NamedSharding(mesh, spec) for spec in out_specs),
+        in_shardings=shardings_of(mesh, in_layouts, hosted.inputs),
+        out_shardings=shardings_of(mesh, out_layouts, hosted.outputs),
         donate_argnums=tuple(sorted(donated)),
         keep_unused=True,
     )
     return JittedStep(jitted, in_layouts, out_layouts, rematerialises(program.steps))
+
+
+def _moved(arrays: Sequence[Any], positions: Collection[int], space: Any) -> list[Any]:
+    """The arrays, those at the positions in another memory."""
+    return [jax.device_put(one, space) if place in positions else one for place, one in enumerate(arrays)]
 
 
 class Executor:
@@ -94,8 +121,8 @@ class Executor:
     ) -> None:
         mesh = device_mesh(program.mesh, devices)
         step = jitted_step(program, mesh, donated)
-        self.in_shardings = tuple(NamedSharding(mesh, partition_spec(layout)) for layout in step.in_layouts)
-        self.out_shardings = tuple(NamedSharding(mesh, partition_spec(layout)) for layout in step.out_layouts)
+        self.in_shardings = shardings_of(mesh, step.in_layouts, program.hosted.inputs)
+        self.out_shardings = shardings_of(mesh, step.out_layouts, program.hosted.outputs)
         shapes = [
             jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
             for aval, sharding in zip(avals, self.in_shardings, strict=True)

@@ -7,21 +7,25 @@ one: its value would be all-reduced over some axes on its way home, and over the
 *copy* layout (see :mod:`autopar.intra_op.problem`) go through it.  An operator leaves its result in the layout that its
 strategy implies; a reshard to the value's home follows where the two differ: that is where partial sums end.
 
+Some inputs may lie in the memory of the host between steps, and the outputs that are their next values: ``hosted``.  They are
+copied to the device before they are read, and back when they are made; which of them says who calls :func:`lower`.
+
 The list is all that the price, the memory and the execution of a stage depend on, so all three speak of the same thing.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from autopar import _compat
 from autopar.cluster import Mesh
 from autopar.graph.build import BARRIER, LoopKind
 from autopar.graph.ir import FactorKind, Graph, Operator, Phase, Value
 from autopar.plan import Axes, Layout, Stage, Strategy
-from autopar.schedule.reshard import Move, MoveKind, after_move, moves_between, replicated, shares
+from autopar.schedule.reshard import Move, MoveKind, after_move, local_shape, moves_between, replicated, shares
 
 FREE_MOVES = (MoveKind.SLICE, MoveKind.MASK)
 
@@ -69,6 +73,22 @@ Step = Reshard | Run
 
 
 @dataclass(frozen=True)
+class Hosted:
+    """Positions of the inputs and outputs of a program that lie in the memory of the host between steps."""
+
+    inputs: frozenset[int] = frozenset()
+    outputs: frozenset[int] = frozenset()
+
+
+NOTHING_HOSTED = Hosted()
+
+
+def hosted_ends(inputs: Collection[int], state_pairs: tuple[tuple[int, int], ...]) -> Hosted:
+    """These inputs, and their next values."""
+    return Hosted(frozenset(inputs), frozenset(output for source, output in state_pairs if source in inputs))
+
+
+@dataclass(frozen=True)
 class SpmdProgram:
     """The steps of one graph on one mesh; ``outputs`` are ``None`` where the graph's output is a literal."""
 
@@ -79,6 +99,7 @@ class SpmdProgram:
     outputs: tuple[Buffer | None, ...]
     values: Mapping[int, Value] = field(repr=False)
     """Every value of the whole tree."""
+    hosted: Hosted = NOTHING_HOSTED
 
     def all_steps(self) -> Iterator[tuple[Step, int]]:
         """Every step of the tree with the number of times it is taken."""
@@ -90,6 +111,12 @@ class SpmdProgram:
                         yield inner, trips * self.graph.trips
 
 
+def local_bytes(program: SpmdProgram, buffer: Buffer) -> int:
+    """Bytes of a buffer on one device."""
+    value = program.values[buffer.value]
+    return value.itemsize_bytes * math.prod(local_shape(value.shape, buffer.layout, program.mesh))
+
+
 def rematerialises(steps: Iterable[Step]) -> bool:
     """Whether work is done again behind a barrier, the planner's (:mod:`autopar.inter_op.remat`) or ``jax.checkpoint``'s."""
     return any(
@@ -99,11 +126,11 @@ def rematerialises(steps: Iterable[Step]) -> bool:
     )
 
 
-def lower(graph: Graph, stage: Stage, out_layouts: Sequence[Layout]) -> SpmdProgram:
+def lower(graph: Graph, stage: Stage, out_layouts: Sequence[Layout], hosted: Hosted = NOTHING_HOSTED) -> SpmdProgram:
     """The steps of a whole program under a stage's plan, leaving its outputs in the given layouts."""
     values = {value.id: value for value in graph.all_values()}
     wanted = [None if value is None else layout for value, layout in zip(graph.outputs, out_layouts, strict=True)]
-    return _Lowering(values, stage).level(graph, wanted)
+    return replace(_Lowering(values, stage).level(graph, wanted), hosted=hosted)
 
 
 def output_layouts(graph: Graph, stage: Stage, state_pairs: tuple[tuple[int, int], ...]) -> tuple[Layout, ...]:
