@@ -36,7 +36,7 @@ from autopar.methods import HAND_MADE, Method, method_of
 from autopar.on_ray import pipeline_on_ray, step_on_ray
 from autopar.options import ArgumentNames, Options, checked_cluster, read_options
 from autopar.pipelines import assembled, loop_of, wants_pipeline
-from autopar.plan import Plan, Remat, Schedule
+from autopar.plan import Offload, Plan, Remat, Schedule
 from autopar.planning import demands_of_user, make_plan, said_of_inputs
 from autopar.progress import Progress
 from autopar.runtime.executor import Executor
@@ -412,7 +412,7 @@ class Parallelized:
                 stages = PipelineExecutor(whole.pipeline, whole.transfers, devices_here(cluster), progress.say)
                 return Compiled(subject, plan, whole.pipeline, stages)
             progress.say(f"compiling for mesh {plan.mesh}")
-            program = lower(subject.graph, plan.stages[0], plan.out_layouts)
+            program = lower(subject.graph, plan.stages[0], plan.out_layouts, subject.hosted_ends)
             if cluster.runs_on is not None and target is None:
                 numbers = plan.devices_of(0)
                 remote = step_on_ray(program, subject.program, donated, cluster, progress.say, numbers)
@@ -508,6 +508,7 @@ def parallelize(
     rng: str | MicrobatchRng = "exact",
     like: Parallelized | None = None,
     remat: str | Remat | None = None,
+    offload: str | Offload | None = None,
 ) -> Callable[[Callable[..., Any]], Parallelized]: ...
 
 
@@ -543,6 +544,9 @@ def parallelize(function: Callable[..., Any] | None = None, /, **options: Any) -
     * ``remat``: what every layer of the model computes again in the backward pass instead of keeping it: ``"none"``, ``"dots"``
       (all but matrix products without batch dimensions and convolutions), ``"full"`` (all). Default: nothing, or, where memory
       is what limits the plan and the step says nothing of ``jax.checkpoint``, what is fastest, layer by layer.
+    * ``offload``: what lies in the memory of the hosts between steps, copied to the devices and back in each: ``"none"``, or
+      ``"optimizer_state"``, the state that only the update reads (moments, averages). Default (``"auto"``): nothing, or, on one
+      mesh, that state where no plan fits otherwise or the step is then faster.
     * ``batch_coupling``: where examples of a batch depend on each other through the parameters (batch normalisation, in-batch
       contrast, routing by capacity), ``"refuse"`` cuts no batch, and ``"per_microbatch"`` treats each microbatch as a batch
       of its own: losses, gradients and statistics are then means of the microbatches', which are other numbers.

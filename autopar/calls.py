@@ -8,6 +8,7 @@ from typing import Any
 
 from autopar.cluster import Cluster
 from autopar.errors import PlanError, TraceError
+from autopar.graph.roles import Role
 from autopar.graph.tracing import Call, aval_of_leaf
 from autopar.inter_op.terms import Terms
 from autopar.plan import Plan
@@ -47,6 +48,11 @@ def check_fits(plan: Plan, subject: Subjected, terms: Terms, cluster: Cluster) -
             else "the same arguments, but another computation or other shardings in it, or other terms of microbatches"
         )
         raise PlanError(f"the plan was made for another program ({where}); plan again for this one")
+    for position in plan.hosted:
+        if subject.roles.roles[position] not in (Role.STATE, Role.OTHER):  # another step's state, where that is like=
+            raise PlanError(
+                f"the plan keeps {plan.in_paths[position]} in the memory of the hosts, which is no state of this step; plan again"
+            )
 
 
 def check_leaves(plan: Plan, subject: Subjected) -> None:

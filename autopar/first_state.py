@@ -24,6 +24,7 @@ from autopar.intra_op.initial import plan_initialiser
 from autopar.on_ray import fleet_of, step_on_ray
 from autopar.plan import Plan
 from autopar.runtime.executor import Executor
+from autopar.schedule.spmd import Hosted
 from autopar.subjects import Subjected, subject_of
 
 
@@ -79,6 +80,8 @@ def _born_on(traced: TracedProgram, positions: Sequence[int], plan: Plan, number
     subject = subject_of(traced, Roles((Role.HIDDEN,) * len(traced.in_keys), (), None), cluster.device.platform.value)
     layouts = tuple(plan.in_layouts[k] for k in positions)
     program = plan_initialiser(subject.graph, stage.mesh, cluster.part(numbers), layouts)
+    hosted = frozenset(place for place, position in enumerate(positions) if position in plan.hosted)
+    program = replace(program, hosted=Hosted(outputs=hosted))
     if cluster.runs_on is not None:
         return step_on_ray(program, traced, frozenset(), cluster, devices=numbers)(list(traced.hidden))
     return Executor(program, traced.in_avals, frozenset(), devices_here(cluster, numbers))(list(traced.hidden))

@@ -16,7 +16,7 @@ from autopar.on_ray import fleet_of
 from autopar.plan import Plan
 from autopar.runtime.array_saver import Home, PiecedHome
 from autopar.runtime.cross_mesh import placed_mesh
-from autopar.runtime.executor import partition_spec
+from autopar.runtime.executor import HOST_MEMORY, partition_spec
 from autopar.runtime.messages import Where
 
 
@@ -32,11 +32,12 @@ def homes_of(avals: Sequence[Any], plan: Plan, cluster: Cluster, stage_of: Mappi
                 sharding=NamedSharding(
                     placed_mesh(where.placement(len(where.layout.dims)), devices_here(cluster)),
                     partition_spec(where.layout),
+                    memory_kind=HOST_MEMORY if position in plan.hosted else None,
                 ),
                 global_shape=tuple(aval.shape),
                 dtype=aval.dtype,
             )
-            for aval, where in zip(avals, wheres, strict=True)
+            for position, (aval, where) in enumerate(zip(avals, wheres, strict=True))
         ]
     fleet = fleet_of(cluster)
     wanted = [plan.devices_of(number) for number in range(len(plan.stages))]

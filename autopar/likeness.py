@@ -72,7 +72,7 @@ class Likeness:
         """Equal for steps that say the same of the same leaves."""
         meshes = tuple((str(stage.mesh), stage.devices) for stage in self.plan.stages)
         layouts = tuple(map(str, self.plan.in_layouts))
-        return self.keys, self.types, meshes, layouts, tuple(sorted(self.stage_of.items()))
+        return self.keys, self.types, meshes, layouts, tuple(sorted(self.stage_of.items())), self.plan.hosted
 
     def matches(self, keys: Sequence[Keys], types: Sequence[tuple[tuple[int, ...], str]]) -> dict[int, int]:
         """Position of this call's leaf → position of the other step's leaf that it is."""
@@ -99,11 +99,15 @@ def types_of(program: TracedProgram) -> tuple[tuple[tuple[int, ...], str], ...]:
 
 @dataclass(frozen=True, eq=False)
 class AsThere:
-    """What another step's plan says of this program's leaves, by position: their layouts, and on which stage they lie."""
+    """What another step's plan says of this program's leaves, by position: their layouts, and on which stage they lie.
+
+    ``hosted`` are positions of those that lie in the memory of the host.
+    """
 
     plan: Plan
     layouts: Mapping[int, Layout]
     stages: Mapping[int, int]
+    hosted: tuple[int, ...] = ()
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
@@ -135,6 +139,7 @@ def as_there(like: Likeness, program: TracedProgram) -> AsThere:
         like.plan,
         {position: like.plan.in_layouts[known] for position, known in found.items()},
         {position: like.stage_of.get(known, 0) for position, known in found.items()},
+        tuple(sorted(position for position, known in found.items() if known in like.plan.hosted)),
     )
 
 

@@ -20,7 +20,7 @@ from autopar.errors import ClusterError, PlanError, TraceError
 from autopar.inter_op.terms import BatchCoupling, MicrobatchRng
 from autopar.likeness import Likeness
 from autopar.methods import InterOp, method_of
-from autopar.plan import Remat, Schedule
+from autopar.plan import Offload, Remat, Schedule
 from autopar.schedule.orders import OrderFunction, schedule_name
 from autopar.subjects import Demands
 from autopar.user_shardings import UserShardings
@@ -68,8 +68,9 @@ _DEMANDS = (
     "schedule",
     "stages_per_mesh",
     "remat",
+    "offload",
 )
-_SAID_BY_LIKE = ("method", "mesh_shape", "constraints", "stages", "schedule", "stages_per_mesh")
+_SAID_BY_LIKE = ("method", "mesh_shape", "constraints", "stages", "schedule", "stages_per_mesh", "offload")
 _ARGUMENTS = ("static_argnums", "static_argnames", "batch_argnums", "state_argnums")
 _EVERY = sorted((*_DEMANDS, *_ARGUMENTS, "cluster", "donate_argnums", "like", *_NAMED))
 
@@ -98,6 +99,7 @@ def read_options(given: Mapping[str, Any], known: Options) -> Options:
         others["like"] = _likened(given["like"])
     options = replace(known, demands=replace(known.demands, **demands), **others)
     _check_schedule(options.demands)
+    _check_offload(options)
     _check_like(options)
     return options
 
@@ -148,6 +150,17 @@ def _check_schedule(demands: Demands) -> None:
             f"schedule={schedule_name(schedule)!r} and stages_per_mesh={dealt} do not go together: "
             f"{interleaved.value!r} has two stages or more on a mesh, the other names have one, and a function of your own "
             "says itself which mesh runs which stage; leave one of them out"
+        )
+
+
+def _check_offload(options: Options) -> None:
+    """Refuse stages whose state is to lie in the memory of the host, which only a plan on one mesh can have there."""
+    demands = options.demands
+    has_stages = demands.stages not in (None, 1) or isinstance(method_of(demands.method), InterOp)
+    if demands.offload is Offload.OPTIMIZER_STATE and has_stages:
+        raise PlanError(
+            f"offload={Offload.OPTIMIZER_STATE.value!r} keeps the state of a step on one mesh in the memory of the hosts; that "
+            "of stages stays on their devices. Leave stages= (or method='inter_op') out, or offload="
         )
 
 
@@ -290,6 +303,7 @@ _CHECKED: Mapping[str, Callable[[Any], Any]] = {
     "schedule": _schedule,
     "stages_per_mesh": _stages_per_mesh,
     "remat": lambda value: _member("remat", Remat, value),
+    "offload": lambda value: None if value == "auto" else _member("offload", Offload, value),
 }
 
 

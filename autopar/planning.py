@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import jax
 
+from autopar import offload_search
 from autopar.cluster import Cluster, Mesh
 from autopar.constraints import (
     Leaves,
@@ -23,6 +24,7 @@ from autopar.constraints import (
     with_constraints,
     without_axes_of_one,
 )
+from autopar.cost_model.hosted import has_host_memory
 from autopar.errors import BudgetError, PlanError
 from autopar.graph.fusion import fuse
 from autopar.graph.moments import critical_moments
@@ -48,7 +50,7 @@ from autopar.pipelines import (
     wants_pipeline,
 )
 from autopar.plan import Plan
-from autopar.remat_search import Alike, Planners, with_remat
+from autopar.remat_search import Alike, Planned, Planners, with_remat
 from autopar.schedule.spmd import output_layouts
 from autopar.subjects import Demands, Rewritings, Subjected
 from autopar.user_shardings import UserDemands, UserShardings, user_demands, with_wishes
@@ -100,16 +102,18 @@ def make_plan(
     Unless the number of microbatches is demanded, the batch stays whole if the fastest plan then keeps the memory
     budget; else cuts into 2, 4, 8, … are planned as well, until one is no longer squeezed, and the fastest is taken.
 
-    Layers compute again in the backward pass what ``demands.remat`` says, or what :mod:`autopar.remat_search` finds to pay.
+    Layers compute again in the backward pass what ``demands.remat`` says, or what :mod:`autopar.remat_search` finds to pay; the
+    state that only the update reads lies where ``demands.offload`` says, or where :mod:`autopar.offload_search` finds it to pay.
 
     Raises :class:`~autopar.errors.PlanError` when a demand cannot be met.
     """
-    subject = subject.as_written
+    subject = replace(subject.as_written, hosted=(), hosting="")
     if demands.like is not None:
         if demands.like.plan.is_pipeline:
             return plan_pipeline_like(demands.like, subject, cluster, demands, report_progress)
         devices = demands.like.plan.stages[0].devices
-        demands = replace(demands, mesh_shape=as_there(demands.like, subject.program).mesh_shape)
+        there = as_there(demands.like, subject.program)
+        demands, subject = replace(demands, mesh_shape=there.mesh_shape), replace(subject, hosted=there.hosted)
         if devices:
             alone = _Planner(subject, cluster.part(devices), demands, report_progress).on_one_mesh()
             return _on_devices(alone, devices, cluster)
@@ -117,7 +121,19 @@ def make_plan(
         lambda one: _best_plan(one, cluster, demands, report_progress),
         lambda one, plan, cuts: _plan_alike(one, cluster, demands, plan, cuts, report_progress),
     )
-    return with_remat(subject, cluster, demands, planners, report_progress)
+
+    def best(one: Subjected) -> Planned:
+        return with_remat(one, cluster, demands, planners, report_progress)
+
+    def regardless() -> float:
+        free = _Planner(subject, cluster, replace(demands, memory_per_device=math.inf), report_progress)
+        return free.plan_in(demands.num_microbatches or 1)[1].step_seconds
+
+    if demands.like is not None:
+        return best(subject)
+    return offload_search.with_offload(
+        subject, cluster, demands, offload_search.Planners(best, regardless), report_progress
+    )
 
 
 def _plan_alike(
@@ -191,7 +207,7 @@ class _Planner:
         """The plan on one mesh, or a pipeline if that is free to choose and faster."""
         known = None if whole is None else whole[1]
         pipeline = None
-        if may_be_pipeline(self.subject, self.cluster, self.demands, known):
+        if not self.subject.hosted and may_be_pipeline(self.subject, self.cluster, self.demands, known):
             seconds = float("inf") if known is None else known.step_seconds
             pipeline = best_pipeline(self._forms, self.cluster, self.demands, seconds, self._report_progress)
         return whole if pipeline is None else pipeline
@@ -332,6 +348,7 @@ class _Planner:
             names=subject.names,
             report_progress=self._report_progress,
             separate=frozenset(wish.value for wish in user.wishes if wish.origin is Origin.CODE),
+            hosted=subject.hosted,
         )
 
 
@@ -354,12 +371,20 @@ def _hopeful(counts: list[int], subject: Subjected, cluster: Cluster, demands: D
     """Without the smallest numbers of microbatches, if the step would not fit were every array cut over all devices."""
     graph = subject.graph
     budget_bytes = float(demands.memory_per_device or cluster.per_device_memory_bytes) * cluster.num_devices
-    state = sum(graph.values[value].size_bytes for value in graph.inputs)
+    elsewhere = _whole_bytes_elsewhere(subject, cluster)
+    state = sum(graph.values[value].size_bytes for value in graph.inputs) - elsewhere
     if sum(value.size_bytes for value in graph.all_values()) <= budget_bytes:
         return counts
-    fullest = max(sum(row.values()) for row in critical_moments(graph, fuse(graph)))
+    fullest = max(sum(row.values()) for row in critical_moments(graph, fuse(graph))) - elsewhere
     fitting = [count for count in counts if state + (fullest - state) / count <= HOPELESS * budget_bytes]
     return fitting or list(dict.fromkeys((counts[0], counts[-1])))
+
+
+def _whole_bytes_elsewhere(subject: Subjected, cluster: Cluster) -> int:
+    """Bytes of whole inputs that no device has at rest."""
+    if not has_host_memory(cluster.device.platform.value):
+        return 0
+    return sum(subject.graph.values[subject.graph.inputs[position]].size_bytes for position in subject.hosted)
 
 
 class _MicrobatchSearch:
@@ -447,4 +472,5 @@ def plan_of(subject: Subjected, cluster: Cluster, method_name: str, found: Found
         solver=found.solver,
         num_microbatches=subject.num_microbatches,
         remat=subject.remat,
+        hosted=subject.hosted,
     )

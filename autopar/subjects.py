@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from autopar.errors import PlanError
 from autopar.graph.build import LoopKind, build_graph
 from autopar.graph.fingerprint import fingerprint
+from autopar.graph.idle_state import idle_until_update
 from autopar.graph.ir import Graph, Operator, Phase
 from autopar.graph.roles import Role, Roles
 from autopar.graph.tracing import TracedProgram
@@ -31,8 +32,9 @@ from autopar.inter_op.terms import BatchCoupling, MicrobatchRng, Terms
 from autopar.intra_op.search import Ground
 from autopar.likeness import Likeness
 from autopar.methods import Method
-from autopar.plan import NO_REMAT, UNOPENED, LayerRemat, Opening, Plan, Remat, Schedule
+from autopar.plan import NO_REMAT, UNOPENED, LayerRemat, Offload, Opening, Plan, Remat, Schedule
 from autopar.schedule.orders import OrderFunction
+from autopar.schedule.spmd import Hosted, hosted_ends
 from autopar.user_shardings import UserShardings
 
 
@@ -59,6 +61,8 @@ class Demands:
     """The step whose plan says where the state lies."""
     remat: Remat | None = None
     """What every layer computes again; None: the planner's choice."""
+    offload: Offload | None = None
+    """What lies in the memory of the hosts between steps; None: the planner's choice."""
 
     @property
     def key(self) -> Hashable:
@@ -102,6 +106,10 @@ class Subjected:
     """How loops over layers are cut."""
     remat: LayerRemat = NO_REMAT
     """What layers compute again in the backward pass."""
+    hosted: tuple[int, ...] = ()
+    """Positions of the inputs that lie in the memory of the host between steps."""
+    hosting: str = ""
+    """Why the planner put them there."""
 
     @property
     def as_written(self) -> Subjected:
@@ -118,6 +126,11 @@ class Subjected:
     def donated(self) -> frozenset[int]:
         """Positions of the state leaves."""
         return frozenset(self.roles.leaves(Role.STATE))
+
+    @property
+    def hosted_ends(self) -> Hosted:
+        """Inputs that lie in the memory of the host, and their next values."""
+        return hosted_ends(self.hosted, self.roles.state_pairs)
 
     @property
     def names(self) -> dict[int, str]:
@@ -259,9 +272,14 @@ def rematerialised(subject: Subjected, chosen: LayerRemat, platform: str) -> Sub
     )
 
 
+def offloaded(subject: Subjected, why: str = "") -> Subjected:
+    """The step with the state that only its update reads in the memory of the host between steps."""
+    return replace(subject, hosted=idle_until_update(subject.graph, subject.roles.state_pairs), hosting=why)
+
+
 def as_planned(subject: Subjected, plan: Plan, terms: Terms, platform: str) -> Subjected:
     """The step as it was written in the form that a plan speaks of; raises PlanError where it has none."""
-    subject = rematerialised(subject, plan.remat, platform)
+    subject = replace(rematerialised(subject, plan.remat, platform), hosted=plan.hosted)
     if not plan.is_pipeline:
         return microbatched(subject, terms, platform)
     return as_loop(subject, terms, platform, opening=plan.opening)

@@ -26,7 +26,9 @@ def adapt_stage(
     That is when the program differs, or arrays other than the batch (a state of other sizes is another model, and has
     no place yet that it should keep), something no longer divides, or the memory budget is exceeded.
     """
-    if plan.num_microbatches > 1 or plan.is_pipeline or plan.remat.is_any or _lasting(planned_for) != _lasting(subject):
+    if plan.num_microbatches > 1 or plan.is_pipeline or plan.remat.is_any or plan.hosted:
+        return None
+    if _lasting(planned_for) != _lasting(subject):
         return None
     stage = plan.stages[0]
     graph = subject.graph

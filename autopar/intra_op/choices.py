@@ -66,6 +66,15 @@ class Choices:
         options: list[Any] = [[other(option) for option in options] for options in self.options]
         return replace(self, mesh=mesh, options=options)
 
+    def with_copies(self, quotient: Quotient, copied_bytes: Mapping[int, float], seconds_per_byte: float) -> Choices:
+        """The same choices with a price for bytes (of whole arrays, by node) of which each device copies its part elsewhere."""
+        node_seconds = list(self.node_seconds)
+        for node, size in copied_bytes.items():
+            number = quotient.class_of[node]
+            pieces = [shares(one, self.mesh) for one in self.options[number] if isinstance(one, Layout)]
+            node_seconds[number] = node_seconds[number] + size * seconds_per_byte / np.array(pieces)
+        return replace(self, node_seconds=node_seconds)
+
     def narrowed(self, kept: Sequence[np.ndarray]) -> Choices:
         """The same choices with only some options (positions, ascending) of every class."""
         options: list[Any] = [[one[k] for k in left] for one, left in zip(self.options, kept, strict=True)]

@@ -24,6 +24,7 @@ import numpy as np
 
 from autopar.cluster import Cluster, Mesh
 from autopar.cost_model.arrays import Arrays, arrays_of
+from autopar.cost_model.hosted import has_host_memory, seconds_per_hosted_byte
 from autopar.cost_model.memory import memory_of
 from autopar.cost_model.predict import predict
 from autopar.errors import BudgetError, PlanError
@@ -40,7 +41,7 @@ from autopar.intra_op.restrict import Restriction, demand_keys
 from autopar.intra_op.squeeze import solve_squeezed
 from autopar.plan import Layout, Memory, Prediction, SolverReport, Stage
 from autopar.schedule.reshard import shares
-from autopar.schedule.spmd import SpmdProgram, lower, output_layouts
+from autopar.schedule.spmd import Hosted, SpmdProgram, hosted_ends, lower, output_layouts
 from autopar.wording import bytes_text
 
 TIGHTENINGS = 6
@@ -94,6 +95,21 @@ class Task:
     """Another mesh is left alone that can save no more than this share of the seconds."""
     separate: frozenset[int] = frozenset()
     """Values that lie for themselves (see :func:`autopar.intra_op.problem.state_problem`)."""
+    hosted: tuple[int, ...] = ()
+    """Positions of inputs that lie in the memory of the host between steps."""
+
+    @property
+    def hosted_ends(self) -> Hosted:
+        """Those inputs, and their next values."""
+        return hosted_ends(self.hosted, self.state_pairs)
+
+    @property
+    def hosted_values(self) -> dict[int, int]:
+        """Inputs and outputs of the program that lie there, with how often a step copies them."""
+        graph, ends = self.graph, self.hosted_ends
+        read = {operand for operator in graph.operators for operand in operator.operands}
+        copied = {graph.inputs[position]: int(graph.inputs[position] in read) for position in ends.inputs}
+        return copied | {value: 1 for output in ends.outputs if (value := graph.outputs[output]) is not None}
 
 
 @dataclass(frozen=True)
@@ -294,11 +310,25 @@ class Ground:
         """The problem on a mesh; raises :class:`~autopar.errors.PlanError` when the restriction there leaves no plan."""
         allowed = task.restriction(mesh).of_nodes(self.problem, mesh)
         demands = demand_keys(allowed)
+        hosted = self._hosted_bytes(task)
+        demands |= {node: (demands.get(node), size) for node, size in hosted.items()}
         key = frozenset(demands.items())  # mostly the same on every mesh
         if (quotient := self._quotients.get(key)) is None:
             quotient = self._quotients[key] = merge_alike(self.problem, demands)
         choices = choices_on(self.problem, quotient, mesh, task.cluster, allowed)
+        if hosted:
+            choices = choices.with_copies(quotient, hosted, seconds_per_hosted_byte(task.cluster))
         return OnMesh(task, self, quotient, choices, Model(choices.node_seconds, choices.edge_seconds))
+
+    def _hosted_bytes(self, task: Task) -> dict[int, float]:
+        """Bytes of whole arrays that a step copies between devices and hosts, by node; none where both share one memory."""
+        if not task.hosted or not has_host_memory(task.cluster.device.platform.value):
+            return {}
+        found: dict[int, float] = defaultdict(float)
+        for value, times in task.hosted_values.items():
+            if times and (node := self.problem.node_of_value.get(value)) is not None:
+                found[node] += times * self.graph.values[value].size_bytes
+        return dict(found)
 
     def moments(self, donated: frozenset[int]) -> list[dict[int, float]]:
         """The critical moments of the program (:mod:`autopar.graph.moments`)."""
@@ -358,7 +388,11 @@ class OnMesh:
     @cached_property
     def rows(self) -> list[MemoryRow]:
         """One row per critical moment: bytes of the live values of each class, by layout; copies only where they differ."""
-        return memory_rows(self, self.ground.moments(self.task.donated))
+        moments = self.ground.moments(self.task.donated)
+        if self.task.hosted and has_host_memory(self.task.cluster.device.platform.value):
+            elsewhere = self.task.hosted_values
+            moments = [{value: size for value, size in row.items() if value not in elsewhere} for row in moments]
+        return memory_rows(self, moments)
 
     def lay_out(self, solution: Solution) -> LaidOut:
         """Lower a solution and predict its memory."""
@@ -367,7 +401,7 @@ class OnMesh:
         choices = called_after_batch(self, stage)
         if choices is not self.choices:
             stage = stage_of(graph, problem, self.quotient, choices, solution.options)
-        program = lower(graph, stage, output_layouts(graph, stage, task.state_pairs))
+        program = lower(graph, stage, output_layouts(graph, stage, task.state_pairs), task.hosted_ends)
         platform = task.cluster.device.platform.value
         arrays = arrays_of(program, tuple(pair for pair in task.state_pairs if pair[0] in task.donated), platform)
         memory = memory_of(
