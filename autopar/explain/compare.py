@@ -145,6 +145,8 @@ def _seconds_of(explanation: Explanation | PipelineExplanation) -> dict[str, flo
     }
     if time.allocation_seconds:
         amounts["new memory"] = time.allocation_seconds
+    if time.host_seconds:
+        amounts["copies from and to host memory"] = time.host_seconds
     for row in time.communication:
         amounts[f"{row.kind} over {_over(row.axes)}"] = row.seconds
     return amounts

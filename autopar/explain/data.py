@@ -39,9 +39,9 @@ class Communication:
 class Time:
     """Predicted seconds of one step.
 
-    ``step_seconds = compute_seconds + communication_seconds + allocation_seconds``; ``update_seconds`` (the optimizer) is
-    part of ``compute_seconds``; ``communication`` sums to ``communication_seconds``; ``allocation_seconds`` are those of memory
-    that is new to the call, where they were measured.
+    ``step_seconds = compute_seconds + communication_seconds + allocation_seconds + host_seconds``; ``update_seconds`` (the
+    optimizer) is part of ``compute_seconds``; ``communication`` sums to ``communication_seconds``; ``allocation_seconds`` are
+    those of memory that is new to the call, where they were measured, ``host_seconds`` those of copies from and to host memory.
     """
 
     step_seconds: float
@@ -50,11 +50,15 @@ class Time:
     communication_seconds: float
     communication: tuple[Communication, ...]
     allocation_seconds: float = 0.0
+    host_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Predicted bytes on one device against the budget; ``total_bytes = argument + output − alias + temp``."""
+    """Predicted bytes on one device against the budget; ``total_bytes = argument + output − alias + temp``.
+
+    ``host_bytes`` are those of its part of arrays that lie in the memory of its host between steps.
+    """
 
     budget_bytes: float
     total_bytes: int
@@ -64,6 +68,7 @@ class MemoryUse:
     temp_bytes: int
     by_kind: tuple[tuple[str, int], ...]
     largest: tuple[tuple[str, int], ...]
+    host_bytes: int = 0
 
     @property
     def fits(self) -> bool:
@@ -76,6 +81,7 @@ class Leaf:
     """One array that goes into the step; ``use_layout`` is the layout of its copy for use, where that is another.
 
     Of a pipeline, ``stages`` are the numbers (from 1) of those that hold it; layouts are then on the mesh of the first.
+    ``in_host`` says that it lies in the memory of the host between steps.
     """
 
     path: str
@@ -87,6 +93,7 @@ class Leaf:
     whole_bytes: int
     bytes_per_device: int
     stages: tuple[int, ...] = ()
+    in_host: bool = False
 
     def on_stages(self, stages: Iterable[int]) -> Leaf:
         """The same on some stages of a pipeline."""
@@ -149,6 +156,7 @@ class Parameter:
     why: str
     runner_ups: tuple[RunnerUp, ...]
     stages: tuple[int, ...] = ()
+    in_host: bool = False
 
     @property
     def count(self) -> int:

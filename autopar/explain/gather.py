@@ -19,12 +19,13 @@ from autopar.explain.layouts import leaves_of, parameter_groups, parameters_of, 
 from autopar.explain.pipeline import PipelineExplanation
 from autopar.explain.stages import leaves_on_stages, passage_rows, stage_rows, timeline_rows
 from autopar.explain.verdict import pipeline_verdict, verdict_text
+from autopar.explain.words import seconds_text
 from autopar.explain.work import collective_groups, communication_of, operator_uses, wasted_seconds
 from autopar.graph.fusion import fuse
 from autopar.plan import Plan, Prediction
 from autopar.schedule.orders import bubble_fraction
 from autopar.schedule.spmd import lower
-from autopar.wording import slashed
+from autopar.wording import bytes_text, family_name, slashed
 
 if TYPE_CHECKING:
     from autopar.cluster import Cluster
@@ -215,6 +216,22 @@ def _pipeline_notes(case: _Case) -> tuple[str, ...]:
     return (*notes, *_remat_notes(case), *case.said[1])
 
 
+def _offload_notes(case: _Case) -> tuple[str, ...]:
+    """What lies in the memory of the hosts, what that costs, and why."""
+    plan = case.plan
+    if not plan.hosted:
+        return ()
+    names = family_name([slashed(plan.in_paths[position]) for position in plan.hosted])
+    text = f"{len(plan.hosted)} arrays of the state ({names}) lie in the memory of the hosts between steps"
+    if case.subject.hosting:
+        text += f": {case.subject.hosting}"
+    memory, seconds = plan.prediction.memory, plan.prediction.host_seconds
+    if not memory.host_bytes:
+        return (f"{text}. Here that is the memory of the devices, so it saves nothing.",)
+    text += f". That keeps {bytes_text(memory.host_bytes)} off each device; copies for the update and back take "
+    return (f"{text}{seconds_text(seconds)}, {seconds / plan.step_seconds:.0%} of the step, if nothing hides them.",)
+
+
 def _remat_notes(case: _Case) -> tuple[str, ...]:
     """What layers compute again, and what that adds to the work."""
     remat = case.plan.remat
@@ -235,7 +252,7 @@ def _remat_notes(case: _Case) -> tuple[str, ...]:
 
 def _explanation(case: _Case) -> Explanation:
     plan, subject, prediction = case.plan, case.subject, case.plan.prediction
-    program = lower(subject.graph, plan.stages[0], plan.out_layouts)
+    program = lower(subject.graph, plan.stages[0], plan.out_layouts, subject.hosted_ends)
     fusion = fuse(subject.graph)
     operators = operator_uses(program, fusion, case.place)
     leaves = leaves_of(subject, program, plan.stages[0])
@@ -317,6 +334,7 @@ def _time(prediction: Prediction) -> Time:
         prediction.communication_seconds,
         communication_of(prediction),
         prediction.allocation_seconds,
+        prediction.host_seconds,
     )
 
 
@@ -325,7 +343,8 @@ def _memory(prediction: Prediction, leaves: Sequence[Leaf], budget_bytes: float)
     memory = prediction.memory
     kinds: Counter[str] = Counter()
     for leaf in leaves:
-        kinds[leaf.kind.value] += leaf.bytes_per_device
+        if not (leaf.in_host and memory.host_bytes):  # else host and device are one memory
+            kinds[leaf.kind.value] += leaf.bytes_per_device
     kinds["new results"] = memory.output_bytes - memory.alias_bytes
     kinds.update(memory.by_kind)
     heaviest = sorted(leaves, key=lambda leaf: -leaf.bytes_per_device)
@@ -338,6 +357,7 @@ def _memory(prediction: Prediction, leaves: Sequence[Leaf], budget_bytes: float)
         memory.temp_bytes,
         tuple((kind, size) for kind, size in kinds.most_common() if size > 0),
         memory.largest or tuple((slashed(leaf.path), leaf.bytes_per_device) for leaf in heaviest[:3]),
+        memory.host_bytes,
     )
 
 
@@ -406,4 +426,4 @@ def _notes(case: _Case, whys: tuple[Why, ...]) -> tuple[str, ...]:
         notes.append(f"Microbatches would save memory, but {case.subject.coupling}.")
     if case.subject.wishes.wishes:
         notes.append("Shardings in your own code bind the plan, not those of the methods that it is compared with.")
-    return (*notes, *_remat_notes(case), *case.said[1])
+    return (*notes, *_remat_notes(case), *_offload_notes(case), *case.said[1])

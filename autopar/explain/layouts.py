@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autopar.explain.data import (
@@ -45,7 +46,8 @@ def leaves_of(subject: Subjected, program: SpmdProgram, stage: Stage) -> tuple[L
     """Every input of the step, in order."""
     paths, kinds, used = subject.program.in_paths, kinds_of_inputs(subject), layouts_in_use(program)
     values = zip(subject.graph.inputs, paths, kinds, strict=True)
-    return tuple(leaf_at(value, path, kind, program, stage, used) for value, path, kind in values)
+    leaves = [leaf_at(value, path, kind, program, stage, used) for value, path, kind in values]
+    return tuple(replace(leaf, in_host=place in program.hosted.inputs) for place, leaf in enumerate(leaves))
 
 
 def leaf_at(
@@ -96,7 +98,7 @@ def parameter_groups(leaves: Sequence[Leaf]) -> tuple[tuple[int, ...], ...]:
     alike: dict[tuple[object, ...], dict[str, int]] = defaultdict(dict)
     for position, leaf in enumerate(leaves):
         if leaf.kind in (LeafKind.PARAMETER, LeafKind.OPTIMIZER):
-            look = (leaf.kind, leaf.shape, leaf.dtype, leaf.layout, leaf.use_layout, leaf.stages)
+            look = (leaf.kind, leaf.shape, leaf.dtype, leaf.layout, leaf.use_layout, leaf.stages, leaf.in_host)
             alike[look][leaf.path] = position
     groups = [
         tuple(positions[path] for path in members) for positions in alike.values() for _, members in families(positions)
@@ -143,6 +145,7 @@ def parameters_of(
                 why=asked if why is None else _why_text(why, others, first, plan, asked),
                 runner_ups=others,
                 stages=first.stages,
+                in_host=first.in_host,
             )
         )
     return tuple(found)

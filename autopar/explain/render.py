@@ -93,6 +93,8 @@ def _time_table(e: Explanation) -> Table:
     add("update", time.update_seconds)
     for row in time.communication:
         add(f"{row.kind} over {axes_text(row.axes)}", row.seconds, str(row.count), bytes_text(row.wire_bytes))
+    if time.host_seconds:
+        add("copies from and to host memory", time.host_seconds)
     add("step", time.step_seconds, style="bold")
     if e.measured is not None:
         ratio = e.measured.step_seconds / time.step_seconds
@@ -116,6 +118,8 @@ def _memory_table(e: Explanation) -> Table:
         f"in all{over}", bytes_text(memory.total_bytes), share(memory.total_bytes, memory.budget_bytes), style="bold"
     )
     table.add_row("budget", bytes_text(memory.budget_bytes), "")
+    if memory.host_bytes:
+        table.add_row("in host memory", bytes_text(memory.host_bytes), "")
     if e.measured is not None:
         table.add_row(
             "XLA's account",
@@ -132,7 +136,8 @@ def _parameter_table(e: Explanation) -> Table:
     shown = e.parameters[:MOST_PARAMETERS]
     for row in shown:
         use = "" if row.use == row.sharding or row.kind is not LeafKind.PARAMETER else row.use
-        table.add_row(parameter_cell(row), row.sharding, use, bytes_text(row.bytes_per_device))
+        at_rest = f"{row.sharding}, host memory" if row.in_host else row.sharding
+        table.add_row(parameter_cell(row), at_rest, use, bytes_text(row.bytes_per_device))
     rest = e.parameters[MOST_PARAMETERS:]
     if rest:
         count = sum(row.count for row in rest)

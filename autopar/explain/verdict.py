@@ -34,8 +34,12 @@ def verdict_text(plan: Plan, leaves: Sequence[Leaf], methods: Sequence[MethodTot
     )
     if prediction.allocation_seconds:
         time += f" + {seconds_text(prediction.allocation_seconds)} for new memory"
+    if prediction.host_seconds:
+        time += f" + {seconds_text(prediction.host_seconds)} for copies from and to host memory"
     used = prediction.memory.total_bytes
     memory = f"{bytes_text(used)} of {bytes_text(budget_bytes)} a device ({_percent(used / budget_bytes)})"
+    if prediction.memory.host_bytes:
+        memory += f", and {bytes_text(prediction.memory.host_bytes)} for each in host memory"
     sentence = f"{layout}. {time}; {memory}. {_rivals_text(plan, methods)}"
     return sentence[0].upper() + sentence[1:].rstrip()
 

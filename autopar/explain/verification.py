@@ -260,8 +260,10 @@ def _partings(key: _Bucket, predicted: list[_Sending], compiled: list[_Sending])
 
 def _figures(plan: Plan, compiled: CompiledProgram, tolerances: Tolerances) -> tuple[Figure, ...]:
     said, memory, found = plan.prediction, plan.prediction.memory, compiled.memory
+    in_host = Figure("arguments in host memory", Unit.BYTES, memory.host_bytes, found.host, 0.0)
     return (
         Figure("arguments", Unit.BYTES, memory.argument_bytes, found.argument, 0.0),
+        *((in_host,) if memory.host_bytes or found.host else ()),
         Figure("outputs", Unit.BYTES, memory.output_bytes, found.output, 0.0),
         Figure("alias", Unit.BYTES, memory.alias_bytes, found.alias, 0.0),
         Figure("temporaries", Unit.BYTES, memory.temp_bytes, found.temp, None),
