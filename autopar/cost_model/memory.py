@@ -11,8 +11,7 @@ said by :mod:`autopar.cost_model.buffers`; which of them share bytes is decided 
 * a donated argument's bytes take the result that replaces it; if the argument is still read after that, it is copied
   first;
 * while bytes of a donated argument or of a result are idle they serve as scratch space;
-* an array in the memory of the host is on the device for as long as it is in flight (:mod:`autopar.cost_model.hosted`), from the
-  first to the last kernel that makes the next value of one.
+* of arrays in the memory of the host some are in flight at any time (:mod:`autopar.cost_model.hosted`).
 
 The referee is ``compiled.memory_analysis()`` of XLA:CPU.  For other platforms the order of work is a guess.
 """
@@ -172,7 +171,7 @@ def timeline(arrays: Arrays, platform: str, *, outermost: bool = True) -> Timeli
         idle += _unfilled_results(arrays, kernels, position)
     results = {kernels.owner[node] for node in arrays.outputs if node is not None and node in kernels.owner}
     buffers += _scratch(kernels, position, end, results)
-    buffers += _in_flight(arrays, kernels, position)
+    buffers += _in_flight(arrays, position)
     buffers = _lodge(buffers, idle)
     bodies = [
         (position[number], timeline(node.inner, platform, outermost=False))
@@ -212,14 +211,12 @@ def _donations(
     return copies, idle
 
 
-def _in_flight(arrays: Arrays, kernels: Kernels, position: Mapping[int, int]) -> list[Tenancy]:
-    """Copies of arrays in the memory of the host: while next values of them are made, or throughout where there are none."""
+def _in_flight(arrays: Arrays, position: Mapping[int, int]) -> list[Tenancy]:
+    """Copies of arrays in the memory of the host; XLA:GPU updates a leaf as soon as its gradient is there, in mid-pass."""
     if arrays.in_flight is None:
         return []
-    outputs = (arrays.outputs[output] for output in arrays.hosted.outputs)
-    moments = [position[kernels.owner[node]] for node in outputs if node is not None and node in kernels.owner]
-    moments = moments or [1, max(position.values(), default=1)]
-    return [Tenancy(arrays.in_flight, arrays.nodes[arrays.in_flight].size_bytes, min(moments), max(moments))]
+    last = max(position.values(), default=1)
+    return [Tenancy(arrays.in_flight, arrays.nodes[arrays.in_flight].size_bytes, 1, max(1, last))]
 
 
 def _unfilled_results(arrays: Arrays, kernels: Kernels, position: Mapping[int, int]) -> list[Tenancy]:
