@@ -48,6 +48,11 @@ def check_fits(plan: Plan, subject: Subjected, terms: Terms, cluster: Cluster) -
             else "the same arguments, but another computation or other shardings in it, or other terms of microbatches"
         )
         raise PlanError(f"the plan was made for another program ({where}); plan again for this one")
+    if plan.hosted and (cluster.runs_on is not None or cluster.is_distributed):
+        raise PlanError(
+            f"the plan keeps {plan.in_paths[plan.hosted[0]]} in the memory of the hosts, which is for the devices of one "
+            f"process, and {cluster.name} has several; plan again for this cluster"
+        )
     for position in plan.hosted:
         if subject.roles.roles[position] not in (Role.STATE, Role.OTHER):  # another step's state, where that is like=
             raise PlanError(

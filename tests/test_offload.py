@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from tests.test_correctness import STEPS, wrong_leaves
 from tests.toy_runs import eight_slow_devices, precision, reference, run
 
 HOST = "pinned_host"
+OF_OPTIMIZERS = re.compile(r"\b(mu|nu|trace|sum_of_squares|v|v_row|v_col)\b")
 
 
 # ------------------------------------------------------------------------------------------------- which leaves are idle
@@ -46,9 +48,7 @@ def test_moments_are_idle_and_parameters_are_not(name: str) -> None:
     state = model.abstract_state()
     found = idle_leaves(model.train_step, state, model.abstract_batch())
     paths = {f"state{jax.tree_util.keystr(path)}": leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
-    moments = {
-        path for path, leaf in paths.items() if leaf.shape and any(part in path for part in (".mu", ".nu", ".trace"))
-    }
+    moments = {path for path, leaf in paths.items() if leaf.shape and OF_OPTIMIZERS.search(path)}
     assert moments and found <= moments
     held, all_of_them = (sum(math.prod(paths[path].shape) for path in those) for those in (found, moments))
     assert held > 0.95 * all_of_them  # what is left is small
@@ -302,7 +302,7 @@ def test_the_compiler_of_h100s_keeps_it_on_the_host(examples: int, method: str) 
 
 
 @pytest.mark.parametrize("bytes_per_second", [1e9, 1e11, 1e13])
-@pytest.mark.parametrize("share", [0.55, *(pytest.param(one, marks=pytest.mark.verify) for one in (0.4, 0.7, 0.9))])
+@pytest.mark.parametrize("share", [0.55, *(pytest.param(one, marks=pytest.mark.verify) for one in (0.48, 0.7, 0.9))])
 def test_the_faster_of_both(bytes_per_second: float, share: float) -> None:
     """Against both plans made on demand: where the state lies as it is fastest, and on the devices where it is all one."""
     model, cluster = mlp(width=1024, layers=4, examples=8192), gpus(1, bytes_per_second)

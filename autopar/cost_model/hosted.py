@@ -16,7 +16,6 @@ XLA:CPU has one memory: nothing is copied, and nothing is saved.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 
 from autopar.cluster import Cluster, Platform
 from autopar.errors import ClusterError
@@ -108,13 +107,9 @@ def groups_of(graph: Graph, inputs: frozenset[int]) -> dict[int, int]:
     return {value: root(value) for value in parent}
 
 
-def _read(program: SpmdProgram) -> set[Buffer]:
-    return set(_reads(program))
-
-
-def _reads(program: SpmdProgram) -> Iterator[Buffer]:
+def _read(program: SpmdProgram) -> set[Buffer | None]:
+    """Buffers that a step of the program reads."""
+    found: set[Buffer | None] = set()
     for step in program.steps:
-        if isinstance(step, Run):
-            yield from (buffer for buffer in step.operands if buffer is not None)
-        else:
-            yield step.source
+        found.update(step.operands if isinstance(step, Run) else (step.source,))
+    return found
