@@ -9,7 +9,8 @@ best plan with everything on the devices, and o the best one without.
 
 Memory limits p if it runs in several microbatches, computes layers again, or lays arrays out so that it fits.  At most o saves
 what p takes longer than the best plan on one mesh regardless of memory; if the copies alone, with the state cut over all devices,
-take as long, o is not looked for.  Seconds of copies count in full (:mod:`autopar.cost_model.hosted`).
+take as long, o is not looked for, nor is it for programs of many operators.  Seconds of copies count in full
+(:mod:`autopar.cost_model.hosted`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from autopar.cluster import Cluster
 from autopar.cost_model.hosted import has_host_memory, seconds_per_hosted_byte
 from autopar.errors import BudgetError, PlanError
+from autopar.intra_op.search import LARGE_OPERATORS
 from autopar.methods import IntraOp, method_of
 from autopar.pipelines import wants_pipeline
 from autopar.plan import Offload
@@ -70,9 +72,7 @@ def with_offload(
     except BudgetError as error:
         if refusal is None:
             return _or_raise(kept, refusal)
-        also = (
-            "With the optimizer's state in the memory of the hosts (offload='optimizer_state') it does not fit either."
-        )
+        also = "With the optimizer's state on the hosts (offload='optimizer_state') it does not fit either."
         raise BudgetError(f"{refusal} {also}", needed_bytes=error.needed_bytes) from None
     return found if kept is None or found[1].step_seconds < kept[1].step_seconds else kept
 
@@ -118,6 +118,8 @@ def _may_be_faster(subject: Subjected, cluster: Cluster, kept: Planned, planners
     is_limited = plan.is_pipeline or plan.num_microbatches > 1 or plan.remat.is_any
     if not is_limited and (found is None or not found.is_squeezed):
         return False
+    if len(subject.graph.operators) > LARGE_OPERATORS:  # every plan of a large step takes long
+        return False
     values = (subject.graph.values[subject.graph.inputs[position]] for position in subject.hosted)
     part_bytes = sum(value.size_bytes for value in values) / cluster.num_devices
     saved_seconds = plan.step_seconds - COPIES * part_bytes * seconds_per_hosted_byte(cluster)
@@ -127,5 +129,8 @@ def _may_be_faster(subject: Subjected, cluster: Cluster, kept: Planned, planners
 def _reason(cluster: Cluster, demands: Demands, kept: Planned | None) -> str:
     budget = bytes_text(float(demands.memory_per_device or cluster.per_device_memory_bytes))
     if kept is None:
-        return f"no plan keeps {budget} per device with it there"
-    return f"the fastest plan with it there that keeps {budget} per device takes {kept[1].step_seconds * 1e3:.1f} ms a step"
+        return f"no plan with them on the devices keeps {budget} per device"
+    seconds = kept[1].step_seconds
+    return (
+        f"the fastest plan with them on the devices that keeps {budget} per device takes {seconds * 1e3:.1f} ms a step"
+    )

@@ -335,7 +335,7 @@ def test_it_is_taken_where_nothing_fits_and_declined_elsewhere() -> None:
     assert dataclasses.replace(said, solver=found.solver) == found
     with pytest.raises(BudgetError):
         planned(model, cluster, memory_per_device=between, offload="none", **WHOLE)
-    with pytest.raises(BudgetError, match=r"in the memory of the hosts .* does not fit either") as caught:
+    with pytest.raises(BudgetError, match=r"state on the hosts .* does not fit either") as caught:
         planned(model, cluster, memory_per_device=between / 10, **WHOLE)
     assert caught.value.needed_bytes > between / 10
     # Without a known link, and by a method that an expert wrote, it is not tried.
@@ -451,7 +451,11 @@ def test_explanations_say_what_lies_there_what_it_costs_and_why() -> None:
     assert sum(size for kind, size in found.memory.by_kind) == found.memory.total_bytes
     assert found.time.host_seconds == pytest.approx(2 * 2 * 4 * 1024 * 1024 * 4 / 2e10)
     (note,) = (note for note in found.notes if "memory of the hosts" in note)
-    assert "no plan keeps" in note and "32.0 MiB off each device" in note and "of the step" in note
+    assert (
+        "no plan with them on the devices keeps" in note
+        and "32.0 MiB off each device" in note
+        and "of the step" in note
+    )
     text = str(found)
     assert "copies from and to host memory" in text and "host memory" in text
     asked = autopar.explain(
