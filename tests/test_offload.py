@@ -253,11 +253,6 @@ def test_on_cpu_there_is_one_memory() -> None:
     assert autopar.verify_plan(step, model.abstract_state(), model.abstract_batch()).agrees
 
 
-DEFERRED = (
-    "with copies to hide XLA:GPU puts off the gradients of weights, and keeps what they read: 17% more than predicted"
-)
-
-
 @pytest.mark.gpu_compiler
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not _compat.has_gpu_compiler(), reason="the extra gpu-compiler is not installed; make verify-gpu")
@@ -267,7 +262,7 @@ DEFERRED = (
         (64, "data_parallel"),
         (64, "zero2"),
         (16384, "data_parallel"),
-        pytest.param(16384, "zero2", marks=pytest.mark.xfail(reason=DEFERRED, strict=True)),
+        (16384, "zero2"),
     ],
 )
 def test_the_compiler_of_h100s_keeps_it_on_the_host(examples: int, method: str) -> None:

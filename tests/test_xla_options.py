@@ -51,7 +51,7 @@ def test_programs_that_work_again_keep_the_order_of_memory_on_gpus(
     platform: str, again: bool, options: Mapping[str, Any] | None, wanted: Mapping[str, Any] | None
 ) -> None:
     lowered = Lowered()
-    assert compiled(lowered, mesh_on(platform), rematerialises=again, options=options) == "executable"
+    assert compiled(lowered, mesh_on(platform), saves_memory=again, options=options) == "executable"
     assert lowered.told == [wanted]
 
 

@@ -68,7 +68,8 @@ class JittedStep:
     function: Any
     in_layouts: tuple[Layout, ...]
     out_layouts: tuple[Layout, ...]
-    rematerialises: bool
+    saves_memory: bool
+    """Whether it was made what it is to need less memory: it does work again, or has arrays in the memory of the host."""
 
 
 def jitted_step(program: SpmdProgram, mesh: Any, donated: frozenset[int]) -> JittedStep:
@@ -96,7 +97,8 @@ def jitted_step(program: SpmdProgram, mesh: Any, donated: frozenset[int]) -> Jit
         donate_argnums=tuple(sorted(donated)),
         keep_unused=True,
     )
-    return JittedStep(jitted, in_layouts, out_layouts, rematerialises(program.steps))
+    saves_memory = rematerialises(program.steps) or bool(hosted.inputs)
+    return JittedStep(jitted, in_layouts, out_layouts, saves_memory)
 
 
 def _moved(arrays: Sequence[Any], positions: Collection[int], space: Any) -> list[Any]:
@@ -133,7 +135,7 @@ class Executor:
             jax.set_mesh(mesh),
         ):  # shard_map refuses a mesh other than the one in scope, which may be the user's
             lowered = step.function.lower(*shapes)
-            self._compiled = compiled(lowered, mesh, rematerialises=step.rematerialises, options=options)
+            self._compiled = compiled(lowered, mesh, saves_memory=step.saves_memory, options=options)
         self.compile_seconds = time.monotonic() - started
         self._donated = donated
         self._dtypes = [aval.dtype for aval in avals]

@@ -45,7 +45,7 @@ class LoadedProgram(PartExecutable):
             keep_unused=True,
         )
         with jax.set_mesh(mesh):
-            super().__init__(compiled(jitted.lower(*arguments), mesh, rematerialises=program.rematerialises))
+            super().__init__(compiled(jitted.lower(*arguments), mesh, saves_memory=program.saves_memory))
 
 
 class Loaded:

@@ -53,7 +53,7 @@ class Program:
     in_layouts: tuple[Layout, ...]
     out_layouts: tuple[Layout, ...]
     donated: tuple[int, ...]
-    rematerialises: bool = False
+    saves_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def ship_step(
     results = tuple(Slot(WHOLE, len(avals) + number) for number in range(len(out_avals)))
     exported = _exported(step.function, arguments, abstract, platform)
     sent = Program(
-        (WHOLE, task.part, 0), exported, step.in_layouts, step.out_layouts, tuple(sorted(donated)), step.rematerialises
+        (WHOLE, task.part, 0), exported, step.in_layouts, step.out_layouts, tuple(sorted(donated)), step.saves_memory
     )
     shipped = MeshShipment(
         mesh=0,
@@ -302,7 +302,7 @@ def _programs(pipeline: Pipeline, stage: int, platform: Platform) -> Iterator[Pr
         part = jitted_part(one, abstract, count, avals)
         exported = _exported(part.function, part.arguments, abstract, platform)
         key = stage, one.part, one.segment
-        yield Program(key, exported, part.in_layouts, part.out_layouts, part.donated, part.rematerialises)
+        yield Program(key, exported, part.in_layouts, part.out_layouts, part.donated, part.saves_memory)
 
 
 def _moves(pipeline: Pipeline, transfers: Mapping[int, CrossMeshTransfer], platform: Platform) -> Iterator[Program]:

@@ -61,7 +61,7 @@ class JittedPart:
     out_layouts: tuple[Layout, ...]
     donated: tuple[int, ...]
     """Positions of arguments whose memory results take over."""
-    rematerialises: bool = False
+    saves_memory: bool = False
 
 
 def jitted_part(executable: Executable, mesh: Any, count: int, avals: Mapping[int, Any]) -> JittedPart:
@@ -152,7 +152,7 @@ class StageExecutable(PartExecutable):
         started = time.monotonic()
         with jax.disable_jit(False), jax.set_mesh(mesh):
             lowered = part.function.lower(*part.arguments)
-            super().__init__(compiled(lowered, mesh, rematerialises=part.rematerialises))
+            super().__init__(compiled(lowered, mesh, saves_memory=part.saves_memory))
         self.compile_seconds = time.monotonic() - started
 
 
