@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from autopar.graph.build import build_graph
 from autopar.graph.idle_state import idle_until_update
 from autopar.graph.roles import infer_roles
 from autopar.graph.tracing import trace
+from autopar.likeness import Likeness, types_of
 from autopar.plan import Offload, Remat
 from benchmarks.models import FAMILIES, Model, build
 from benchmarks.offload import mlp
@@ -158,29 +160,34 @@ def test_checkpoints_come_back_where_they_lay(tmp_path: Any) -> None:
         other(found, batch)
 
 
+OPTIMIZER = optax.adam(1e-2)
+
+
+def make_averaged() -> Any:
+    weights = jnp.linspace(-1, 1, 64 * 64).reshape(64, 64)
+    return {"weights": weights, "average": weights, "moments": OPTIMIZER.init(weights)}
+
+
+def predict(weights: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.tanh(x @ weights))
+
+
+def train(state: Any, x: jax.Array) -> Any:
+    gradient = jax.grad(predict)(state["weights"], x)
+    updates, moments = OPTIMIZER.update(gradient, state["moments"])
+    weights = optax.apply_updates(state["weights"], updates)
+    return {"weights": weights, "average": 0.9 * state["average"] + 0.1 * weights, "moments": moments}
+
+
+def evaluate(state: Any, x: jax.Array) -> Any:
+    return predict(state["weights"], x), predict(state["average"], x)
+
+
 def test_evaluation_takes_the_state_as_it_lies() -> None:
     """It reads parameters, and an average that training keeps on the host; moments it does not touch."""
-    optimizer = optax.adam(1e-2)
-
-    def make() -> Any:
-        weights = jnp.linspace(-1, 1, 64 * 64).reshape(64, 64)
-        return {"weights": weights, "average": weights, "moments": optimizer.init(weights)}
-
-    def predict(weights: jax.Array, x: jax.Array) -> jax.Array:
-        return jnp.mean(jnp.tanh(x @ weights))
-
-    def train(state: Any, x: jax.Array) -> Any:
-        gradient = jax.grad(predict)(state["weights"], x)
-        updates, moments = optimizer.update(gradient, state["moments"])
-        weights = optax.apply_updates(state["weights"], updates)
-        return {"weights": weights, "average": 0.9 * state["average"] + 0.1 * weights, "moments": moments}
-
-    def evaluate(state: Any, x: jax.Array) -> Any:
-        return predict(state["weights"], x), predict(state["average"], x)
-
     step = autopar.parallelize(train, method="zero2", offload="optimizer_state")
     x = np.linspace(0, 1, 16 * 64, dtype=np.float32).reshape(16, 64)
-    state = step(step.init(make, x), x)
+    state = step(step.init(make_averaged, x), x)
     like = autopar.parallelize(evaluate, like=step)
     wanted = jax.jit(evaluate)(jax.tree.map(np.asarray, state), x)
     for ours, theirs in zip(like(state, x), wanted, strict=True):
@@ -192,6 +199,23 @@ def test_evaluation_takes_the_state_as_it_lies() -> None:
     placed = like.last.executor.place([*leaves, x])
     assert all(given is taken for given, taken in zip(leaves, placed[: len(leaves)], strict=True))
     step(state, x)
+
+
+def test_evaluation_pays_for_what_it_reads() -> None:
+    """On GPUs: the average is copied to the device, and is there with the parameters; three arrays stay on the host."""
+    shapes, x = jax.eval_shape(make_averaged), jax.ShapeDtypeStruct((16, 64), jnp.float32)
+    subject, plan, _ = autopar.parallelize(train, cluster=gpus(1), offload="optimizer_state").records(shapes, x)
+    known = Likeness(plan, subject.program.in_keys, types_of(subject.program), subject.roles, {})
+    other = SimpleNamespace(
+        cluster=gpus(1), likeness=lambda: known
+    )  # a step with that plan, which this process cannot run
+    found = autopar.parallelize(evaluate, like=other).plan(shapes, x)
+    square = 64 * 64 * 4
+    memory = found.prediction.memory
+    assert found.prediction.host_seconds == pytest.approx(square / 2e10)
+    assert (len(found.hosted), memory.host_bytes) == (3, 3 * square)
+    assert memory.by_kind["copies of arrays in host memory"] == square
+    assert memory.argument_bytes == square + 16 * 64 * 4 + 4  # the parameters, the batch, a counter
 
 
 # ----------------------------------------------------------------------------------------------------------- its price
