@@ -143,8 +143,10 @@ def _parameter_table(e: Explanation) -> Table:
         count = sum(row.count for row in rest)
         held = bytes_text(sum(row.bytes_per_device for row in rest))
         table.add_row(Text(f"{count} smaller arrays", style="dim"), "", "", held)
-    total = sum(row.bytes_per_device for row in e.parameters)
-    table.add_row("in all", "", "", bytes_text(total), style="bold")
+    on_device = [row for row in e.parameters if not (row.in_host and e.memory.host_bytes)]
+    table.add_row("in all", "", "", bytes_text(sum(row.bytes_per_device for row in on_device)), style="bold")
+    if e.memory.host_bytes:
+        table.add_row("in host memory", "", "", bytes_text(e.memory.host_bytes))
     return table
 
 
