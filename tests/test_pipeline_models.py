@@ -30,6 +30,8 @@ from tests.toy_runs import Run, eight_slow_devices, precision, run
 
 COUPLED = ("wide_resnet", "two_tower")
 """Models whose examples depend on each other, so that their batch stays whole."""
+EXAMPLES = {"long_context": 2}
+"""In the batch of models that have fewer than there may be microbatches."""
 MOST_STAGES = {"gpt_scan": 3, "lstm": 3}
 """Models most of which is one loop."""
 
@@ -222,6 +224,8 @@ def check(row: Row, step_of: Callable[[Model, Row], Any] = pipeline) -> None:
 
 def refusal_of(row: Row) -> str | None:
     """What is said of a model that cannot be cut so."""
+    if row.count > (examples := EXAMPLES.get(row.model, row.count)):
+        return f"num_microbatches={row.count} does not divide the batch of {examples} examples"
     if row.count > 1 and row.model in COUPLED:
         return r"cannot be cut into microbatches: \w+ at .*\.py:\d+"
     if row.stages > MOST_STAGES.get(row.model, row.stages):
