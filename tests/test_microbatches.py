@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import flax.linen as nn
@@ -24,8 +25,9 @@ from autopar.graph.tracing import trace
 from autopar.inter_op.accumulate import accumulated, folded_shape
 from autopar.inter_op.examples import CoupledBatchError, cut_dim, examples_of
 from autopar.inter_op.terms import MicrobatchRng
-from autopar.plan import Layout
+from autopar.plan import Layout, Schedule
 from benchmarks.models import FAMILIES, build
+from tests.test_pipeline_models import Row, refusal_of
 from tests.toy_runs import eight_slow_devices, precision, run, sample
 
 BATCH, WIDTH = 8, 6
@@ -580,8 +582,10 @@ def test_models_keep_their_numbers(name: str, method: str, count: int) -> None:
 @pytest.mark.parametrize("count", [2, 4, 8])
 @pytest.mark.parametrize("method", ["auto", "data_parallel", "zero2", "zero3", "tensor_parallel"])
 @pytest.mark.parametrize("name", list(FAMILIES))
-def test_every_model_keeps_its_numbers(name: str, method: str, count: int) -> None:
-    check_model(name, method, count)
+def test_every_model_keeps_its_numbers_or_is_refused(name: str, method: str, count: int) -> None:
+    refusal = refusal_of(Row(name, 1, count, Schedule.SINGLE))
+    with nullcontext() if refusal is None else pytest.raises(PlanError, match=refusal):
+        check_model(name, method, count)
 
 
 def check_model(name: str, method: str, count: int) -> None:
