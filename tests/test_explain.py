@@ -17,6 +17,7 @@ from autopar.explain import Explanation
 from autopar.explain.data import LeafKind, spec_text
 from autopar.explain.words import seconds_text
 from autopar.intra_op import ilp
+from autopar.intra_op.model import Model
 from autopar.intra_op.resolve import Resolver, forbid
 from autopar.intra_op.why import Answer
 from autopar.plan import Layout
@@ -177,6 +178,18 @@ def test_runner_up_costs_what_an_independent_solution_costs(planned: Any) -> Non
     if last.extra_seconds > 1e-3 * plan.step_seconds:
         # The objective and the price of the lowered program are two models of one plan: near, not equal.
         assert sum(change.seconds for change in last.changes) == pytest.approx(last.extra_seconds, rel=0.2)
+
+
+def test_what_was_left_out_of_a_large_program_is_not_called_impossible(planned: Any, arguments: Any) -> None:
+    subject, plan, found = planned.records(*arguments)
+    choices = found.choices.narrowed([np.array([option]) for option in found.options])
+    model = Model(choices.node_seconds, choices.edge_seconds)
+    alone = dataclasses.replace(found, choices=choices, model=model, options=(0,) * len(found.options))
+    kernel = next(k for k, path in enumerate(plan.in_paths) if path.endswith("['up']"))
+    for is_narrowed, wanted in ((True, Answer.LEFT_OUT), (False, Answer.ONLY_CHOICE)):
+        asked = dataclasses.replace(alone, is_narrowed=is_narrowed)
+        (answer,) = planned.runner_ups(subject, asked, V100S, [[kernel]])
+        assert answer.answer is wanted
 
 
 def test_resolver_agrees_with_the_solver_for_every_single_ban(arguments: Any) -> None:

@@ -176,6 +176,8 @@ def _why_text(why: Why, others: Sequence[RunnerUp], leaf: Leaf, plan: Plan, aske
             text = "a scalar"
         case "only_choice":
             text = f"the only layout that {plan.method}, the constraints and the shape leave"
+        case "left_out":
+            text = "others, if there are any, were left out of so large a program, as their bounds are worse"
         case _:
             text = ""
     if why.unlimited is not None:

@@ -117,7 +117,7 @@ class Found:
     """A stage, the steps it lowers to, what is predicted of it, and how it was found.
 
     ``model`` is the integer program whose solution ``options`` is; None when only the leanest plan keeps the budget, so
-    that seconds did not decide.
+    that seconds did not decide.  With ``is_narrowed`` it held the likeliest options of every class only.
     """
 
     stage: Stage
@@ -129,6 +129,7 @@ class Found:
     choices: Choices
     options: tuple[int, ...]
     model: Model | None
+    is_narrowed: bool = False
 
     @property
     def is_squeezed(self) -> bool:
@@ -429,6 +430,7 @@ class OnMesh:
             laid.choices,
             solution.options,
             self.model,
+            is_narrowed=math.isfinite(self.floor),
         )
 
 

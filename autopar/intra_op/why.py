@@ -51,6 +51,7 @@ class Answer(Enum):
 
     COMPARED = "compared"
     ONLY_CHOICE = "only_choice"
+    LEFT_OUT = "left_out"
     LEANEST = "leanest"
     NO_TIME = "no_time"
 
@@ -160,7 +161,9 @@ class _Asked:
         if self._question.found.model is None:
             return Why(group, Answer.LEANEST)
         if not self._has_choice(classes):
-            return Why(group, Answer.ONLY_CHOICE)
+            is_scalar = not self._question.graph.values[group[0]].shape
+            left_out = self._question.found.is_narrowed and not is_scalar
+            return Why(group, Answer.LEFT_OUT if left_out else Answer.ONLY_CHOICE)
         if classes not in self._open or time.monotonic() > self._deadline:
             return self._limited(Why(group, Answer.NO_TIME))
         self._known[classes] = self._compare(group, classes)
