@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 from types import SimpleNamespace
@@ -28,7 +27,7 @@ from autopar.plan import Offload, Remat
 from benchmarks.models import FAMILIES, Model, build
 from benchmarks.offload import mlp
 from tests.test_correctness import STEPS, wrong_leaves
-from tests.toy_runs import eight_slow_devices, precision, reference, run
+from tests.toy_runs import eight_slow_devices, precision, reference, refuses_edited_plan, run
 
 HOST = "pinned_host"
 OF_OPTIMIZERS = re.compile(r"\b(mu|nu|trace|sum_of_squares|v|v_row|v_col)\b")
@@ -445,22 +444,11 @@ def test_plans_are_files_and_run_again(tmp_path: Any) -> None:
     ],
 )
 def test_files_that_make_no_sense(hosted: Any, message: str, tmp_path: Any) -> None:
-    model = build("mlp_nnx")
-    step = autopar.parallelize(model.train_step, method="data_parallel", cluster=eight_slow_devices())
-    arguments = model.abstract_state(), model.abstract_batch()
-    step.plan(*arguments).save(tmp_path / "plan.json")
-    content = json.loads((tmp_path / "plan.json").read_text())
-    if hosted == "batch":
-        hosted = [next(k for k, path in enumerate(content["plan"]["in_paths"]) if path.startswith("batch"))]
-    content["plan"]["hosted"] = hosted
-    (tmp_path / "odd.json").write_text(json.dumps(content))
+    def edit(plan: dict[str, Any]) -> None:
+        first = next(k for k, path in enumerate(plan["in_paths"]) if path.startswith("batch"))
+        plan["hosted"] = [first] if hosted == "batch" else hosted
 
-    def use() -> None:
-        step.use(autopar.Plan.load(tmp_path / "odd.json"))
-        step.compile(*arguments)
-
-    with pytest.raises(PlanError, match=message):
-        use()
+    refuses_edited_plan(edit, message, tmp_path)
 
 
 def test_explanations_say_what_lies_there_what_it_costs_and_why() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +28,7 @@ from benchmarks.models import FAMILIES, Model, build
 from benchmarks.remat import gpt
 from examples.gpt.model import GPTConfig
 from tests.test_correctness import STEPS, wrong_leaves
-from tests.toy_runs import eight_slow_devices, precision, reference, run
+from tests.toy_runs import eight_slow_devices, precision, reference, refuses_edited_plan, run
 
 SOME = ("mlp_nnx", "unet", "gpt")
 
@@ -303,20 +302,7 @@ def test_plans_are_files_and_run_again(tmp_path: Any) -> None:
     ],
 )
 def test_files_that_make_no_sense(remat: dict[str, Any], message: str, tmp_path: Any) -> None:
-    model = build("mlp_nnx")
-    step = autopar.parallelize(model.train_step, method="data_parallel", cluster=eight_slow_devices())
-    arguments = model.abstract_state(), model.abstract_batch()
-    step.plan(*arguments).save(tmp_path / "plan.json")
-    content = json.loads((tmp_path / "plan.json").read_text())
-    content["plan"]["remat"] = remat
-    (tmp_path / "odd.json").write_text(json.dumps(content))
-
-    def use() -> None:
-        step.use(autopar.Plan.load(tmp_path / "odd.json"))
-        step.compile(*arguments)
-
-    with pytest.raises(PlanError, match=message):
-        use()
+    refuses_edited_plan(lambda plan: plan.update(remat=remat), message, tmp_path)
 
 
 def test_what_no_step_has_is_refused() -> None:

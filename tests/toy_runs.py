@@ -5,17 +5,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from jax.typing import DTypeLike
 
 import autopar
 from autopar.cluster import Cluster
+from autopar.errors import PlanError
 from benchmarks.models import Model, build
 
 METHODS = ("auto", "data_parallel", "zero2", "zero3", "tensor_parallel")
@@ -102,3 +106,21 @@ def precision(dtype: DTypeLike) -> Iterator[None]:
     """Float64 is on inside if the dtype needs it, and as before outside."""
     with jax.enable_x64(np.dtype(dtype).itemsize > 4):
         yield
+
+
+def refuses_edited_plan(edit: Callable[[dict[str, Any]], None], message: str, folder: Path) -> None:
+    """A plan's file whose ``plan`` was edited by hand is refused with that message, when it is read or when it is used."""
+    model = build("mlp_nnx")
+    step = autopar.parallelize(model.train_step, method="data_parallel", cluster=eight_slow_devices())
+    arguments = model.abstract_state(), model.abstract_batch()
+    step.plan(*arguments).save(folder / "plan.json")
+    content = json.loads((folder / "plan.json").read_text())
+    edit(content["plan"])
+    (folder / "odd.json").write_text(json.dumps(content))
+
+    def use() -> None:
+        step.use(autopar.Plan.load(folder / "odd.json"))
+        step.compile(*arguments)
+
+    with pytest.raises(PlanError, match=message):
+        use()
