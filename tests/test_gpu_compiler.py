@@ -88,7 +88,7 @@ def marked(case: tuple[str, str, int]) -> object:
     return pytest.param(*case, marks=pytest.mark.xfail(reason=GAPS[case], strict=True) if case in GAPS else ())
 
 
-@pytest.mark.parametrize(("name", "method", "count"), map(marked, PRODUCT))
+@pytest.mark.parametrize(("name", "method", "count"), [marked(case) for case in PRODUCT])
 def test_a_plan_is_what_the_compiler_of_h100s_makes_of_it(name: str, method: str, count: int) -> None:
     check(verified(name, method, count))
 
