@@ -25,7 +25,7 @@ from autopar.intra_op.search import LARGE_OPERATORS
 from autopar.methods import IntraOp, method_of
 from autopar.pipelines import wants_pipeline
 from autopar.plan import Offload
-from autopar.remat_search import Planned
+from autopar.remat_search import Planned, or_raise
 from autopar.subjects import Demands, Subjected, offloaded
 from autopar.wording import bytes_text
 
@@ -65,23 +65,16 @@ def with_offload(
         kept, refusal = None, error
     elsewhere = offloaded(subject, _reason(cluster, demands, kept))
     if not elsewhere.hosted or (kept is not None and not _may_be_faster(elsewhere, cluster, kept, planners)):
-        return _or_raise(kept, refusal)
+        return or_raise(kept, refusal)
     report("planning with the optimizer's state in the memory of the hosts")
     try:
         found = planners.best(elsewhere)
     except BudgetError as error:
         if refusal is None:
-            return _or_raise(kept, refusal)
+            return or_raise(kept, refusal)
         also = "With the optimizer's state on the hosts (offload='optimizer_state') it does not fit either."
         raise BudgetError(f"{refusal} {also}", needed_bytes=error.needed_bytes) from None
     return found if kept is None or found[1].step_seconds < kept[1].step_seconds else kept
-
-
-def _or_raise(kept: Planned | None, refusal: BudgetError | None) -> Planned:
-    if kept is None:
-        assert refusal is not None
-        raise refusal
-    return kept
 
 
 def _as_demanded(subject: Subjected, cluster: Cluster) -> Subjected:

@@ -86,17 +86,17 @@ def with_remat(
     except BudgetError as error:
         kept, refusal = None, error
     if not _may_pay(subject, cluster, demands, kept):
-        return _or_raise(kept, refusal)
+        return or_raise(kept, refusal)
     forms = rematerialising(subject)
     if forms.says_remat:
-        return _or_raise(kept, refusal)
+        return or_raise(kept, refusal)
     everything = forms.all(Remat.FULL)
     report("planning with layers that compute again")
     try:
         lean = planners.best(rematerialised(subject, everything, platform))
     except BudgetError as error:
         if refusal is None:
-            return _or_raise(kept, refusal)
+            return or_raise(kept, refusal)
         also = "With every layer computed again (remat='full') it does not fit either."
         raise BudgetError(f"{refusal} {also}", needed_bytes=error.needed_bytes) from None
     enough = float("inf") if kept is None else kept[1].step_seconds
@@ -107,7 +107,8 @@ def with_remat(
     return min(found, key=lambda one: one[1].step_seconds)
 
 
-def _or_raise(kept: Planned | None, refusal: BudgetError | None) -> Planned:
+def or_raise(kept: Planned | None, refusal: BudgetError | None) -> Planned:
+    """What was planned, or the refusal where nothing was."""
     if kept is None:
         assert refusal is not None
         raise refusal
