@@ -166,13 +166,13 @@ def _runner_up(other: Alternative, leaf_of: Mapping[int, Leaf]) -> RunnerUp:
 
 def _why_text(why: Why, others: Sequence[RunnerUp], leaf: Leaf, plan: Plan, asked: str) -> str:
     match why.answer.value:
-        case "only_choice" if asked:
+        case "only_choice" | "left_out" if asked:
             text = ""
         case "compared":
             text = runner_ups_text(others, plan.step_seconds)
         case "leanest":
             text = "only the plan that holds the fewest bytes keeps the memory budget"
-        case "only_choice" if not leaf.shape:
+        case "only_choice" | "left_out" if not leaf.shape:
             text = "a scalar"
         case "only_choice":
             text = f"the only layout that {plan.method}, the constraints and the shape leave"

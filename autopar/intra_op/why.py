@@ -161,9 +161,7 @@ class _Asked:
         if self._question.found.model is None:
             return Why(group, Answer.LEANEST)
         if not self._has_choice(classes):
-            is_scalar = not self._question.graph.values[group[0]].shape
-            left_out = self._question.found.is_narrowed and not is_scalar
-            return Why(group, Answer.LEFT_OUT if left_out else Answer.ONLY_CHOICE)
+            return Why(group, Answer.LEFT_OUT if self._question.found.is_narrowed else Answer.ONLY_CHOICE)
         if classes not in self._open or time.monotonic() > self._deadline:
             return self._limited(Why(group, Answer.NO_TIME))
         self._known[classes] = self._compare(group, classes)
