@@ -105,7 +105,9 @@ class Task:
 
     @property
     def hosted_values(self) -> dict[int, int]:
-        """Inputs and outputs of the program that lie there, with how often a step copies them."""
+        """Inputs and outputs that lie there, with how often a step copies them; none where host and device share one memory."""
+        if not self.hosted or not has_host_memory(self.cluster.device.platform.value):
+            return {}
         graph, ends = self.graph, self.hosted_ends
         read = {operand for operator in graph.operators for operand in operator.operands}
         copied = {graph.inputs[position]: int(graph.inputs[position] in read) for position in ends.inputs}
@@ -322,9 +324,7 @@ class Ground:
         return OnMesh(task, self, quotient, choices, Model(choices.node_seconds, choices.edge_seconds))
 
     def _hosted_bytes(self, task: Task) -> dict[int, float]:
-        """Bytes of whole arrays that a step copies between devices and hosts, by node; none where both share one memory."""
-        if not task.hosted or not has_host_memory(task.cluster.device.platform.value):
-            return {}
+        """Bytes of whole arrays that a step copies between devices and hosts, by node."""
         found: dict[int, float] = defaultdict(float)
         for value, times in task.hosted_values.items():
             if times and (node := self.problem.node_of_value.get(value)) is not None:
@@ -390,8 +390,7 @@ class OnMesh:
     def rows(self) -> list[MemoryRow]:
         """One row per critical moment: bytes of the live values of each class, by layout; copies only where they differ."""
         moments = self.ground.moments(self.task.donated)
-        if self.task.hosted and has_host_memory(self.task.cluster.device.platform.value):
-            elsewhere = self.task.hosted_values
+        if elsewhere := self.task.hosted_values:
             moments = [{value: size for value, size in row.items() if value not in elsewhere} for row in moments]
         return memory_rows(self, moments)
 
