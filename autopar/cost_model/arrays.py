@@ -189,7 +189,7 @@ class _Builder:
         self._program = program
         self._platform = platform
         self._on_cpu = platform == "cpu"
-        self._merged = merged_values(program.graph)
+        self._merged = {} if self._on_cpu else merged_values(program.graph)  # XLA:CPU asks only what kind they are
         self._made: dict[object, int] = {}
         self._turned: dict[int, int] = {}  # a collective's result in another order of dimensions: the collective
         self._uses = Counter(
