@@ -336,6 +336,12 @@ class Cluster:
             rate = min(kind.memory_bytes_per_second for kind in self.kinds)
         return rate / self.compute_shared_by
 
+    @property
+    def per_device_turned_bytes_per_second(self) -> float:
+        """Bytes that one device reads and writes when it copies an array into another order of dimensions, all at once."""
+        measured = None if self.profile is None else self.profile.turned_bytes_per_second
+        return self.per_device_memory_bytes_per_second if measured is None else measured
+
     def kind_of(self, host: int) -> DeviceKind:
         """The kind of a host's devices."""
         return self.host_devices.get(host, self.device)

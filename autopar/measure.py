@@ -4,10 +4,21 @@ Each is timed inside an executable over all devices at once, as a train step run
 
     seconds of one = (chain of L − chain of 1) / (L − 1)        so the cost of a call drops out (:mod:`autopar.timing`)
 
-where every link of a chain waits for the one before.  A chain of collectives or of products is unrolled.  Elementwise
-kernels would be fused into one, so theirs is a loop whose number of trips is an argument; a trip runs four kernels, three of
-them (the counter's) on single numbers, and those are taken off again as three quarters of a trip of the same loop over one
-element on each device.
+where every link of a chain waits for the one before.  A chain of collectives or of products is unrolled.
+
+Devices that share processor cores do not come to a collective together: the last one works while the first ones wait, each
+arrival wakes those that wait, and cores stand still.  A chain of collectives alone shows nothing of it (among eight devices on
+two cores one takes 0.14 ms in a chain of its own and 0.56 ms between products).  So there each collective stands between
+matrix products, and
+
+    seconds of one = (median of L collectives after work − median of 1 collective and as much work) / (L − 1)
+
+with products of a size that parts collectives by about as much as train steps do; the one collective in either chain is that
+which waits for devices that were started later.
+
+Elementwise kernels would be fused into one, so theirs is a loop whose number of trips is an argument; a trip runs four
+kernels, three of them (the counter's) on single numbers, and those are taken off again as three quarters of a trip of the same
+loop over one element on each device.
 
 Memory that is new to a call has to be mapped and cleared by the operating system.  It is timed as what calls that return
 new arrays take longer than calls that take over the memory of their arguments.  Allocators keep some of what they are given
@@ -49,6 +60,8 @@ CHAIN = 9
 CALL_ARGUMENTS = 64
 """About as many arrays as an executable of a pipeline is given."""
 ALONE_SIDE = 512
+WORK_SIDE, WORKED_CHAIN = 192, 17
+"""Between collectives of devices that share cores: two square products of this side, in a chain of so many links."""
 KERNELS_OF_A_TRIP = 4
 LEAST_TRIPS, MOST_TRIPS, MOST_LOOPED_BYTES = 32, 512, 1 << 28
 """Of a loop: enough for its trips to outweigh the call, which allocates the result anew; few enough to end soon."""
@@ -82,6 +95,7 @@ class Effort:
     streamed_bytes: int = 1 << 26
     """A device comes back to streamed arrays after so many bytes, which no cache holds for it."""
     operations: tuple[Operation, ...] = OPERATIONS
+    turned_shape: tuple[int, int] = (512, 2048)
 
 
 FULL = Effort(
@@ -128,6 +142,7 @@ def measure(effort: Effort = FULL, say: Callable[[str], None] = lambda message: 
         streamed=bench.elementwise(effort.streamed_bytes),
         fresh=fresh,
         operations=tuple(bench.operations()),
+        turned_bytes_per_second=bench.turned_bytes_per_second(),
     )
 
 
@@ -136,6 +151,7 @@ class _Bench:
 
     def __init__(self, devices: Sequence[Any], effort: Effort, say: Callable[[str], None]) -> None:
         self._devices = list(devices)
+        self._share_cores = devices[0].platform == Platform.CPU.value and len(devices) > 1
         self._effort = effort
         self._timer = Timer(effort.seconds, effort.least_runs)
         self._say = say
@@ -212,6 +228,25 @@ class _Bench:
             for name in (operation.primitive, *operation.like_it):
                 yield OperationRate(name, seconds / (operation.elements * operation.flops_of_element()))
 
+    def turned_bytes_per_second(self) -> float:
+        """A copy of a matrix that lies in memory by columns into one that lies by rows, against one in the same order."""
+        self._say("copies into another order")
+        rows, columns = self._effort.turned_shape
+        pieces = max(self._effort.streamed_bytes // (4 * rows * columns), 2)
+        x = _spread(np.zeros((pieces * len(self._devices), rows, columns), np.float32), self._mesh(1))
+
+        def copied(turns: bool) -> Callable[[jax.Array, jax.Array], jax.Array]:
+            def trip(number: jax.Array, carried: jax.Array) -> jax.Array:
+                piece = lax.dynamic_index_in_dim(carried, number % pieces, keepdims=False)
+                changed = piece.T.reshape(piece.shape) if turns else piece * 0.999 + 1.0
+                # Kept apart, the update in place is one more kernel of either kind.
+                return lax.dynamic_update_index_in_dim(carried, lax.optimization_barrier(changed), number % pieces, 0)
+
+            return trip
+
+        turned, straight = (self._loop_seconds(copied(turns), x, LEAST_TRIPS) for turns in (True, False))
+        return 2 * 4 * rows * columns / max(turned - straight, LEAST_SECONDS)
+
     def dispatch(self) -> Dispatch:
         """A call that does almost nothing, an array of one page from device to device, and products on one device alone."""
         self._say("calls of executables")
@@ -239,10 +274,37 @@ class _Bench:
         mesh = self._mesh(group_size)
         x = _spread(np.zeros(elements * len(self._devices), np.float32), mesh)
         link = _LINKS[kind]
+        if self._share_cores:
+            return self._seconds_between_work(kind, lambda value: link(value, group_size), mesh, x)
         chains = [_unrolled(lambda value: link(value, group_size), length, mesh, (x,)) for length in (1, CHAIN)]
         for length, chain in zip((1, CHAIN), chains, strict=True):
             _check_count(kind, length, chain.as_text())
         return self._timer.difference(*(lambda chain=chain: chain(x) for chain in chains), extra=CHAIN - 1)
+
+    def _seconds_between_work(
+        self, kind: Collective, link: Callable[[jax.Array], jax.Array], mesh: jax.sharding.Mesh, x: jax.Array
+    ) -> float:
+        """What a chain of work takes longer with a collective after each link; each waits for the other."""
+        work = _spread(np.zeros((WORK_SIDE * len(self._devices), WORK_SIDE), np.float32), mesh)
+
+        def chain(sends: int) -> Any:
+            def worked(value: jax.Array, activations: jax.Array) -> tuple[jax.Array, jax.Array]:
+                weights = activations
+                for number in range(WORKED_CHAIN):
+                    activations = (activations + value[0]) @ weights @ weights
+                    value = value.at[0].set(activations[0, 0])
+                    value = link(value) if number < sends else value
+                return value, activations
+
+            both = (_SPEC, _SPEC)
+            local = jax.shard_map(worked, mesh=mesh, in_specs=both, out_specs=both, check_vma=False)
+            compiled: Any = jax.jit(local).lower(x, work).compile()
+            _check_count(kind, sends, compiled.as_text())
+            return compiled
+
+        one, all_links = chain(1), chain(WORKED_CHAIN)
+        least, most = self._timer.typical(lambda: one(x, work), lambda: all_links(x, work))
+        return max((most - least) / (WORKED_CHAIN - 1), LEAST_SECONDS)
 
     def _product_seconds(self, dtype: str, side: int, inner: int) -> float:
         """Seconds of one product of 2 · side · side · inner FLOPs on each device."""

@@ -8,13 +8,14 @@ A profile holds *curves*: seconds as a function of an amount, all devices of one
     streamed                                 of the same bytes, which nobody has touched since they left the caches
     fresh outputs, scratch                   of the bytes of an array, or of a block, that is allocated for one call
 
-rates of single operations (:class:`OperationRate`), and what only several executables show that take turns and run side by
-side (:class:`Dispatch`).  What a profile does not hold is priced without: streamed bytes as others, fresh memory as free,
-operations at the rate of matrix products.
+the rate at which copies turn arrays, rates of single operations (:class:`OperationRate`), and what only several executables
+show that take turns and run side by side (:class:`Dispatch`).  What a profile does not hold is priced without: streamed and
+turned bytes as others, fresh memory as free, operations at the rate of matrix products.
 
-A curve is made to rise (isotonic by running maximum: more work never takes less time), is piecewise linear between its
-points, flat below the first – the latency, or the cost of starting a kernel – and goes on beyond the last at the rate of
-its last rising segment.
+A curve is made to rise (more work never takes less time) by the nearest rising figures in the sense of least squares
+(isotonic regression; Barlow et al., 1972), so that a point that was measured too high does not raise all beyond it.  It is
+piecewise linear between its points, flat below the first – the latency, or the cost of starting a kernel – and goes on beyond
+the last at the rate of its last rising segment.
 
 *Group sizes that were not measured* take the curve of the measured size whose ring factor (p-1)/p is nearest.
 
@@ -36,6 +37,7 @@ from enum import Enum
 from functools import cached_property
 
 import numpy as np
+from scipy.optimize import isotonic_regression
 
 from autopar.errors import ClusterError
 
@@ -86,11 +88,8 @@ class Curve:
                 raise ClusterError(
                     f"sample {number} has amount {amount!r}, not above that of the one before; sort them"
                 )
-        amounts, seconds_rising, highest = [], [], 0.0
-        for amount, seconds in self.samples:
-            highest = max(highest, seconds)
-            amounts.append(float(amount))
-            seconds_rising.append(highest)
+        amounts = [float(amount) for amount, _ in self.samples]
+        seconds_rising = isotonic_regression([seconds for _, seconds in self.samples]).x.tolist()
         object.__setattr__(self, "_amounts", tuple(amounts))
         object.__setattr__(self, "_seconds", tuple(seconds_rising))
         object.__setattr__(self, "slope", _last_slope(amounts, seconds_rising))
@@ -215,8 +214,13 @@ class Profile:
     streamed: Curve | None = None
     fresh: Fresh | None = None
     operations: tuple[OperationRate, ...] = ()
+    turned_bytes_per_second: float | None = None
+    """Read and written, of a copy whose dimensions lie in another order."""
 
     def __post_init__(self) -> None:
+        rate = self.turned_bytes_per_second
+        if rate is not None and not (math.isfinite(rate) and rate > 0):
+            raise ClusterError(f"turned_bytes_per_second is {rate!r}; give a finite number above zero")
         _refuse_twice("operations", (one.primitive for one in self.operations))
         _refuse_twice("collectives", ((one.kind, one.group_size) for one in self.collectives))
         _refuse_twice("products", ((one.dtype, one.shape.value) for one in self.products))

@@ -2,8 +2,9 @@
 
     load(save(profile)) = profile
 
-JSON, ``{"format": "autopar-profile", "version": 2, "profile": {…}}`` with the fields of ``Profile``; a curve is its list of
-``[amount, seconds]``, as measured.  Files of version 1 lack ``streamed``, ``fresh`` and ``operations`` and are read without.
+JSON, ``{"format": "autopar-profile", "version": 3, "profile": {…}}`` with the fields of ``Profile``; a curve is its list of
+``[amount, seconds]``, as measured.  Files of version 1 lack ``streamed``, ``fresh`` and ``operations``,
+those of version 2 ``turned_bytes_per_second``, and are read without.
 Unknown fields, wrong types, NaN, negative numbers and cut files are refused with the file, the place in it, and what to do.
 
 The default place is the user's cache directory, one file for each machine, backend, kind and number of devices.  The
@@ -38,8 +39,8 @@ from autopar.profile import (
 )
 
 FILE_FORMAT = "autopar-profile"
-FILE_VERSION = 2
-READABLE_VERSIONS = (1, FILE_VERSION)
+FILE_VERSION = 3
+READABLE_VERSIONS = (1, 2, FILE_VERSION)
 PLACE_VARIABLE = "AUTOPAR_PROFILE"
 NO_PROFILE = "none"
 _ADVICE = "correct it, or measure again with `autopar profile`"
@@ -93,6 +94,7 @@ class _Profile(Struct, forbid_unknown_fields=True, kw_only=True):
     streamed: _Samples | None = None
     fresh: _Fresh | None = None
     operations: tuple[_Operation, ...] = ()
+    turned_bytes_per_second: _Positive | None = None
 
 
 class _File(Struct, forbid_unknown_fields=True):
@@ -156,6 +158,7 @@ def save_profile(profile: Profile, path: str | Path) -> None:
         streamed=None if profile.streamed is None else profile.streamed.samples,
         fresh=None if (fresh := profile.fresh) is None else _Fresh(fresh.outputs.samples, fresh.scratch.samples),
         operations=tuple(_Operation(one.primitive, one.seconds_per_flop) for one in profile.operations),
+        turned_bytes_per_second=profile.turned_bytes_per_second,
     )
     data = msgspec.json.encode(_File(FILE_FORMAT, FILE_VERSION, stored))
     try:
@@ -185,7 +188,7 @@ def _decode(path: str, data: bytes) -> Profile:
             raise ClusterError(f"{path}: $.format is {header.format!r}, not {FILE_FORMAT!r}; this is no profile")
         if header.version not in READABLE_VERSIONS:
             raise ClusterError(
-                f"{path}: $.version is {header.version}, this release reads {' and '.join(map(str, READABLE_VERSIONS))}; "
+                f"{path}: $.version is {header.version}, this release reads {', '.join(map(str, READABLE_VERSIONS))}; "
                 "measure again with `autopar profile`"
             )
         stored = msgspec.json.decode(data, type=_File).profile
@@ -228,6 +231,7 @@ def _profile(path: str, stored: _Profile) -> Profile:
             streamed=None if stored.streamed is None else _curve("streamed", stored.streamed),
             fresh=None if stored.fresh is None else _fresh(stored.fresh),
             operations=tuple(OperationRate(one.primitive, one.seconds_per_flop) for one in stored.operations),
+            turned_bytes_per_second=stored.turned_bytes_per_second,
         )
     except ClusterError as error:
         raise ClusterError(f"{path}: $.profile.{error}") from error

@@ -417,6 +417,15 @@ class _Enumerator:
             for reader in readers
         )
 
+    def _lies_either_way(self, value: int, dim: int) -> bool:
+        """Whether a product makes the value whose right operand's dimensions begin at ``dim``."""
+        for operator in self.graph.operators:
+            if value in operator.results and operator.primitive == "dot_general":
+                (contracted, _), (batch, _) = operator.equation.params["dimension_numbers"]
+                left = len(operator.equation.invars[0].aval.shape) - len(contracted)
+                return not batch and dim == left
+        return False
+
     def _reshard(self, value: int, source: Layout, target: Layout) -> float:
         array = self.graph.values[value]
         total, layout = 0.0, source
@@ -431,7 +440,9 @@ class _Enumerator:
                     share = min(1.0, result / FULL_SET_BYTES) if self.cluster.device.platform is Platform.CUDA else 0.0
                     latency = collective_seconds(KINDS[move.kind], 0.0, move.axes, self.mesh, self.cluster)
                     total -= latency * (1.0 - share)
-                if on_cpu and move.kind in COPIED and any(extent > 1 for extent in array.shape[: move.dim]):
+                made_turned = move.kind is MoveKind.REDUCE_SCATTER and self._lies_either_way(value, move.dim)
+                lies_apart = any(extent > 1 for extent in array.shape[: move.dim]) and not made_turned
+                if on_cpu and move.kind in COPIED and lies_apart:
                     total += self._roofline(0.0, 2 * full, "float32")
             layout = after_move(layout, move, self.mesh)
         return total

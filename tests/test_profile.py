@@ -24,9 +24,10 @@ from autopar.cost_model.machine import make_machine
 from autopar.cost_model.reshard import (
     AffineTable,
     LegTable,
+    Order,
     copy_seconds,
     move_seconds,
-    outermost_dim,
+    order_of,
     reshard_table,
 )
 from autopar.cost_model.roofline import operator_seconds
@@ -51,7 +52,7 @@ from autopar.profile import (
 )
 from autopar.profile_file import default_path, find_profile, load_profile, save_profile
 from autopar.schedule.instructions import Part
-from autopar.schedule.reshard import after_move, layouts_of, moves_between
+from autopar.schedule.reshard import Move, MoveKind, after_move, layouts_of, moves_between
 from autopar.timing import Timer
 from benchmarks.models import build
 
@@ -108,8 +109,13 @@ def test_a_curve_goes_on_at_the_rate_of_its_last_segment() -> None:
 
 def test_noise_cannot_make_more_work_cheaper() -> None:
     noisy = Curve(((1.0, 5.0), (2.0, 3.0), (4.0, 7.0), (8.0, 6.0)))
-    assert [noisy.at(x) for x in (1, 2, 3, 4, 8)] == [5, 5, 6, 7, 7]
-    assert noisy.at(10.0) == 9.0  # the last segment that rises: 5 to 7 over 2
+    assert [noisy.at(x) for x in (1, 2, 3, 4, 8)] == [4, 4, 5.25, 6.5, 6.5]
+    assert noisy.at(10.0) == 9.0  # the last segment that rises: 4 to 6.5 over 2
+
+
+def test_one_point_that_is_too_high_does_not_raise_all_beyond_it() -> None:
+    straight, noisy = (Curve(((1.0, 1.0), (2.0, second), (3.0, 1.1), (4.0, 1.2), (5.0, 4.0))) for second in (1.0, 1.6))
+    assert noisy.at(4.0) < 1.31 and noisy.at(5.0) == straight.at(5.0)
 
 
 def test_a_single_point_goes_on_at_its_own_rate() -> None:
@@ -173,7 +179,7 @@ def put(*place: Any) -> Any:
 
 BAD = {
     "format": (put("format", "autopar-cluster"), "format is 'autopar-cluster'"),
-    "version": (put("version", 3), "version is 3, this release reads 1 and 2"),
+    "version": (put("version", 4), "version is 4, this release reads 1, 2, 3"),
     "negative": (put("profile", "collectives", 1, "samples", 0, 1, -1e-5), r"collectives\[.*samples"),
     "nan": (put("profile", "elementwise", 0, 1, math.nan), "not complete JSON"),
     "text": (put("profile", "products", 0, "samples", 1, 0, "many"), r"products\[.*samples"),
@@ -223,13 +229,36 @@ def test_what_came_with_version_2_survives_its_file(tmp_path: Path) -> None:
     assert load_profile(tmp_path / "profile.json") == full
 
 
-def test_files_of_version_1_are_read_without_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("version", "lacks"),
+    [(1, ("streamed", "fresh", "operations", "turned_bytes_per_second")), (2, ("turned_bytes_per_second",))],
+)
+def test_files_of_older_versions_are_read_without_it(version: int, lacks: tuple[str, ...], tmp_path: Path) -> None:
     def older(stored: Any) -> None:
-        stored["version"] = 1
-        for name in ("streamed", "fresh", "operations"):
+        stored["version"] = version
+        for name in lacks:
             del stored["profile"][name]
 
     assert load_profile(broken(tmp_path, older)) == profile_of()
+
+
+def test_copies_that_turn_an_array_cost_what_was_measured_of_them(tmp_path: Path) -> None:
+    slow = profile_of(turned_bytes_per_second=1e8)
+    save_profile(slow, tmp_path / "profile.json")
+    assert load_profile(tmp_path / "profile.json") == slow
+    cluster, mesh = local(), local().logical_mesh_shapes(1)[0]
+    gather = Move(MoveKind.ALL_GATHER, mesh.axis_names, 1)
+    layout = Layout(((), mesh.axis_names))
+    turned = copy_seconds(gather, layout, 4e6, mesh, Cluster.local(profile=slow), Order(0))
+    assert turned == pytest.approx(2 * 4e6 / 1e8)
+    assert (
+        copy_seconds(gather, layout, 4e6, mesh, cluster, Order(0))
+        == 2 * 4e6 / cluster.per_device_memory_bytes_per_second
+    )
+    assert copy_seconds(gather, layout, 4e6, mesh, Cluster.local(profile=slow), Order(1)) == 0.0
+    scatter = Move(MoveKind.REDUCE_SCATTER, mesh.axis_names, 1)
+    assert copy_seconds(scatter, Layout(((), ()), mesh.axis_names), 4e6, mesh, cluster, Order(0)) > 0
+    assert copy_seconds(scatter, Layout(((), ()), mesh.axis_names), 4e6, mesh, cluster, Order(0, turns_before=1)) == 0
 
 
 @pytest.mark.parametrize(
@@ -240,6 +269,7 @@ def test_files_of_version_1_are_read_without_it(tmp_path: Path) -> None:
         ("fresh", {"outputs": [[1.0, 1.0]]}, "scratch"),
         ("operations", [{"primitive": "exp", "seconds_per_flop": 0.0}], "seconds_per_flop"),
         ("operations", [{"primitive": "exp", "seconds_per_flop": 1.0}] * 2, r"operations\[1\].*twice"),
+        ("turned_bytes_per_second", 0.0, "turned_bytes_per_second"),
     ],
 )
 def test_bad_figures_of_version_2_are_refused(field: str, value: Any, said: str, tmp_path: Path) -> None:
@@ -539,7 +569,7 @@ def _way_seconds(
     for move in moves_between(shape, source, target, mesh):
         joins = combined and move.kind.name == "ALL_REDUCE"  # all that XLA:CPU combines
         total += move_seconds(move, layout, array_bytes, mesh, local(), joins=joins)
-        total += copy_seconds(move, layout, array_bytes, mesh, local(), outermost_dim(shape))
+        total += copy_seconds(move, layout, array_bytes, mesh, local(), order_of(shape))
         layout = after_move(layout, move, mesh)
     return total
 
@@ -561,6 +591,7 @@ def test_everything_is_measured_on_all_devices() -> None:
     effort = Effort(
         full_bytes=(1 << 12, 1 << 16), sides=(16, 32), dtypes=("float32",), array_bytes=(1 << 12, 1 << 20),
         fresh_bytes=(1 << 16, 1 << 20), seconds=0.0, least_runs=2, streamed_bytes=1 << 21, operations=OPERATIONS[:1],
+        turned_shape=(32, 64),
     )  # fmt: skip
     said: list[str] = []
     profile = measure(effort, said.append)
@@ -577,6 +608,7 @@ def test_everything_is_measured_on_all_devices() -> None:
     assert [amount for amount, _ in profile.fresh.outputs.samples] == list(effort.fresh_bytes)
     rates = {one.primitive: one.seconds_per_flop for one in profile.operations}
     assert set(rates) == {"exp", "exp2"}
+    assert profile.turned_bytes_per_second is not None and profile.turned_bytes_per_second > 0
     assert "all-reduce of 4 KiB among 2" in said
     assert Cluster.local(profile=profile).profile is profile
 

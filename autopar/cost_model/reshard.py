@@ -58,20 +58,35 @@ def move_seconds(
     return sent * cost.seconds_per_wire_byte if joins else cost.seconds(sent)
 
 
-def copy_seconds(move: Move, layout: Layout, array_bytes: float, mesh: Mesh, cluster: Cluster, outermost: int) -> float:
+@dataclass(frozen=True)
+class Order:
+    """How the elements of an array lie in memory, as far as collectives ask.
+
+    ``outermost`` is its first dimension that is longer than one.  A product's result may as well lie with the dimensions from
+    ``turns_before`` on first (:func:`autopar.graph.products.turns_before`).
+    """
+
+    outermost: int
+    turns_before: int | None = None
+
+
+def order_of(shape: tuple[int, ...], turns_before: int | None = None) -> Order:
+    """The order of an array of that shape."""
+    return Order(next((dim for dim, extent in enumerate(shape) if extent > 1), 0), turns_before)
+
+
+def copy_seconds(move: Move, layout: Layout, array_bytes: float, mesh: Mesh, cluster: Cluster, order: Order) -> float:
     """Seconds in memory of the same move.
 
-    Pieces that are gathered or scattered along another dimension than the ``outermost`` do not lie one after the other: XLA:CPU
-    copies the full tensor into another order.  What other backends do about it is not known, and not priced.
+    Pieces that are gathered or scattered along another dimension than the outermost do not lie one after the other: on CPU the
+    full tensor is copied into another order, unless the product that makes it can be turned.  What other backends do about it is
+    not known, and not priced.
     """
-    if cluster.device.platform is not Platform.CPU or move.kind not in COPIED or move.dim <= outermost:
+    if cluster.device.platform is not Platform.CPU or move.kind not in COPIED or move.dim <= order.outermost:
         return 0.0
-    return 2 * collective_bytes(move, layout, array_bytes, mesh) / cluster.per_device_memory_bytes_per_second
-
-
-def outermost_dim(shape: tuple[int, ...]) -> int:
-    """The first dimension that is longer than one."""
-    return next((dim for dim, extent in enumerate(shape) if extent > 1), 0)
+    if move.kind is MoveKind.REDUCE_SCATTER and move.dim == order.turns_before:
+        return 0.0
+    return 2 * collective_bytes(move, layout, array_bytes, mesh) / cluster.per_device_turned_bytes_per_second
 
 
 class ReshardTable(Protocol):
@@ -164,15 +179,20 @@ def merging(merged: Merged, platform: Platform) -> frozenset[Collective]:
             return frozenset()
 
 
-def reshard_table(shape: tuple[int, ...], mesh: Mesh, cluster: Cluster, merged: Merged = Merged.NONE) -> ReshardTable:
-    """The table of the class that ``shape`` belongs to.
+def reshard_table(
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    cluster: Cluster,
+    merged: Merged = Merged.NONE,
+    turns_before: int | None = None,
+) -> ReshardTable:
+    """The table of the class that ``shape`` belongs to; ``turns_before`` as in :class:`Order`.
 
     Collectives that the backend makes one with others (:func:`merging`) cost no latency of their own, but where sets are limited
     (:data:`COMBINED_RESULT_BYTES`) their share of a full set's.
     """
-    return _table(
-        representative(shape, mesh), outermost_dim(shape), mesh, cluster, merging(merged, cluster.device.platform)
-    )
+    order = order_of(shape, turns_before)
+    return _table(representative(shape, mesh), order, mesh, cluster, merging(merged, cluster.device.platform))
 
 
 def _share_of_set(move: Move, layout: Layout, mesh: Mesh, limit_bytes: float) -> float:
@@ -183,18 +203,18 @@ def _share_of_set(move: Move, layout: Layout, mesh: Mesh, limit_bytes: float) ->
 
 @cache
 def _table(
-    shape: tuple[int, ...], outermost: int, mesh: Mesh, cluster: Cluster, joining: frozenset[Collective]
+    shape: tuple[int, ...], order: Order, mesh: Mesh, cluster: Cluster, joining: frozenset[Collective]
 ) -> ReshardTable:
     ways = ways_between(shape, mesh)
     if cluster.profile is not None or (joining and cluster.device.platform in COMBINED_RESULT_BYTES):
-        return _leg_table(ways, outermost, mesh, cluster, joining)
+        return _leg_table(ways, order, mesh, cluster, joining)
     count = len(ways.layouts)
     arc_latency = np.zeros((count, count))
     arc_per_byte = np.zeros((count, count))
     for (source, target), move in ways.arcs.items():
         alone = move_seconds(move, ways.layouts[source], 0.0, mesh, cluster)
         large = move_seconds(move, ways.layouts[source], 1e9, mesh, cluster)
-        copied = copy_seconds(move, ways.layouts[source], 1.0, mesh, cluster, outermost)
+        copied = copy_seconds(move, ways.layouts[source], 1.0, mesh, cluster, order)
         arc_latency[source, target] = 0.0 if COLLECTIVE_OF_MOVE.get(move.kind) in joining else alone
         arc_per_byte[source, target] = (large - alone) / 1e9 + copied
     latency = np.zeros((count, count))
@@ -214,7 +234,7 @@ def _backwards(ways: Ways) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]
         here = previous
 
 
-def _leg_table(ways: Ways, outermost: int, mesh: Mesh, cluster: Cluster, joining: frozenset[Collective]) -> LegTable:
+def _leg_table(ways: Ways, order: Order, mesh: Mesh, cluster: Cluster, joining: frozenset[Collective]) -> LegTable:
     limit_bytes = COMBINED_RESULT_BYTES.get(cluster.device.platform)
     entry_of: dict[tuple[float, float, Curve | SharedLatency | None, float], int] = {(0.0, 0.0, None, 0.0): 0}
     arc_entry = np.zeros((len(ways.layouts),) * 2, dtype=np.int32)
@@ -223,7 +243,7 @@ def _leg_table(ways: Ways, outermost: int, mesh: Mesh, cluster: Cluster, joining
             continue
         group_size, cost = axes_cost(kind, move.axes, mesh, cluster)
         share = wire_bytes(kind, collective_bytes(move, ways.layouts[source], 1.0, mesh), group_size)
-        copied = copy_seconds(move, ways.layouts[source], 1.0, mesh, cluster, outermost)
+        copied = copy_seconds(move, ways.layouts[source], 1.0, mesh, cluster, order)
         entry: tuple[float, float, Curve | SharedLatency | None, float]
         if kind in joining and limit_bytes is not None:
             latency, filled = (

@@ -19,6 +19,8 @@ Costly work that stands twice on the same arrays (transposition writes an LSTM's
 that they meet) is kept once, as XLA would see to if both copies were laid out alike.  Cheap work stays: each consumer
 may want its own copy of it laid out otherwise.
 
+Products that are only turned afterwards are written as the product that is wanted (:mod:`autopar.graph.products`).
+
 Names stacks are prefixed with those of the enclosing equations, inside loop bodies too.  The source line of an
 equation is its own; where that does not reach the user's code (the inside of ``jnp.where``), it is that of the call.
 """
@@ -36,6 +38,7 @@ from autopar import _compat
 from autopar._compat import DropVar, Literal, Var
 from autopar.errors import TraceError
 from autopar.graph.fusion import COSTLY, FREE, FUSIBLE
+from autopar.graph.products import in_the_order_wanted
 
 _CALLS = frozenset(
     {
@@ -146,7 +149,7 @@ def inline(closed: Any) -> Any:
     return _compat.make_closed_jaxpr(
         jaxpr.invars,
         clean.outvars,
-        clean.eqns,
+        in_the_order_wanted(clean.eqns, clean.outvars),
         closed,
         constvars=[var for var, _ in used_consts],
         consts=[value for _, value in used_consts],
@@ -265,7 +268,8 @@ class _Body:
         invars = [*self.invars[:position], *added, *self.invars[position:]]
         flat = _compat.make_closed_jaxpr(invars, self.outvars, self.equations, self.original)
         clean, _ = _compat.eliminate_dead_code(_compat.jaxpr_of(flat), [True] * len(invars))
-        return _compat.close_jaxpr(clean)
+        equations = in_the_order_wanted(clean.eqns, clean.outvars)
+        return _compat.make_closed_jaxpr(invars, clean.outvars, equations, self.original)
 
 
 def _flatten_body(equation: Any, closed: Any, place: _Place) -> _Body:

@@ -34,6 +34,7 @@ from autopar.graph.build import BARRIER, LoopKind
 from autopar.graph.fusion import Fusion, fuse
 from autopar.graph.ir import FactorKind, Graph, Operator, Phase, Value
 from autopar.graph.merging import Merged, merged_values
+from autopar.graph.products import turns_before
 
 COPY_WORTH_BYTES = 1 << 12
 """Below this size a second gather is cheaper than a node."""
@@ -61,7 +62,8 @@ class End:
 class Edge:
     """An array of ``shape`` goes from ``source`` to ``target``, ``weight`` times a step.
 
-    ``merged``: which of its collectives become one with those of other arrays.
+    ``merged``: which of its collectives become one with those of other arrays; ``turns_before``: see
+    :func:`autopar.graph.products.turns_before`.
     """
 
     source: End
@@ -71,6 +73,7 @@ class Edge:
     dtype: str
     weight: int
     merged: Merged = Merged.NONE
+    turns_before: int | None = None
 
 
 class Work(NamedTuple):
@@ -224,6 +227,11 @@ class _ProblemBuilder:
         self._separate = separate
         self._fusion = fuse(graph)
         self._merged = merged_values(graph)
+        self._turns_before = {
+            operator.results[0]: before
+            for operator, _ in graph.all_operators()
+            if (before := turns_before(operator.equation)) is not None
+        }
         self._values = {value.id: value for value in graph.all_values()}
         self._parent: dict[int, int] = {}
         self._partial: set[int] = set()
@@ -406,7 +414,10 @@ class _ProblemBuilder:
             if source.node != target.node:
                 array = self._values[value]
                 merged = self._merged.get(value, Merged.NONE)
-                edges.append(Edge(source, target, array.shape, array.itemsize_bytes, array.dtype, weight, merged))
+                turns = self._turns_before.get(value)
+                edges.append(
+                    Edge(source, target, array.shape, array.itemsize_bytes, array.dtype, weight, merged, turns)
+                )
 
         for value, needs in self._needs.items():
             if value not in node_of_value:

@@ -7,6 +7,9 @@ piece of that index.  Typed PRNG keys travel as their words.
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 import jax
 from jax import lax
 from jax import numpy as jnp
@@ -76,7 +79,9 @@ def _apply(x: jax.Array, move: Move, mesh: Mesh) -> jax.Array:
             return lax.psum(x, move.axes)
         case MoveKind.REDUCE_SCATTER:
             _piece_extent(x, move.dim, pieces, move)
-            return lax.psum_scatter(x, move.axes, scatter_dimension=move.dim, tiled=True)
+            return lax.platform_dependent(
+                x, cpu=partial(_scattered_in_order, move=move), default=partial(_scattered, move=move)
+            )
         case MoveKind.ALL_TO_ALL:
             _piece_extent(x, move.to_dim, pieces, move)
             # XLA:CPU else merges a transposition into it and refuses its own result.
@@ -85,6 +90,23 @@ def _apply(x: jax.Array, move: Move, mesh: Mesh) -> jax.Array:
             )
         case MoveKind.MASK:
             return jnp.where(is_first(move.axes), x, jnp.zeros_like(x))
+
+
+def _scattered(x: jax.Array, move: Move) -> jax.Array:
+    return lax.psum_scatter(x, move.axes, scatter_dimension=move.dim, tiled=True)
+
+
+def _scattered_in_order(x: jax.Array, move: Move) -> jax.Array:
+    """The same where pieces must lie one after the other.
+
+    XLA:CPU then copies the whole array into another order.  Told as a transposition of a matrix, it is taken into the product
+    that makes the array (a gradient of weights), and what is turned back is one piece.
+    """
+    before, after = x.shape[: move.dim], x.shape[move.dim :]
+    turned = x.reshape(math.prod(before), math.prod(after)).T.reshape(*after, *before)
+    piece = lax.psum_scatter(turned, move.axes, scatter_dimension=0, tiled=True)
+    extent = piece.shape[0]
+    return piece.reshape(-1, math.prod(before)).T.reshape(*before, extent, *after[1:])
 
 
 def _piece_extent(x: jax.Array, dim: int, pieces: int, move: Move) -> int:
