@@ -193,6 +193,7 @@ class _Builder:
         self._merged = {} if self._on_cpu else merged_values(program.graph)  # XLA:CPU asks only what kind they are
         self._made: dict[object, int] = {}
         self._turned: dict[int, int] = {}  # a collective's result in another order of dimensions: the collective
+        self._written_zeros: set[int] = set()  # zeros in whose memory something is scattered
         self._uses = Counter(
             buffer
             for step in program.steps
@@ -376,6 +377,8 @@ class _Builder:
         if form is Form.RENAME and (renamed := self._as_before(step, inputs)) is not None:
             self.at[step.results[0]] = renamed
             return
+        if form is Form.IN_PLACE and self._on_cpu and inputs and self.arrays.nodes[inputs[0]].is_zero:
+            inputs = self._own_zeros(inputs[0]), *inputs[1:]
         if elementwise:
             shape = self._shape(step.results[0])
             inputs = tuple(self._widened(node, shape) for node in inputs)
@@ -434,6 +437,15 @@ class _Builder:
         if first.shape != second.shape or first.is_zero == second.is_zero:
             return None
         return inputs[0] if second.is_zero else inputs[1]
+
+    def _own_zeros(self, zeros: int) -> int:
+        """XLA:CPU makes equal zeros once, and copies of them for all others that write there, before anything else is done."""
+        if zeros not in self._written_zeros:
+            self._written_zeros.add(zeros)
+            return zeros
+        copied = self._again(zeros, Form.KERNEL)
+        self.arrays.nodes[copied].is_zero = True
+        return copied
 
     def _scattered_onto(self, step: Run) -> tuple[int, ...] | None:
         """For x + scatter-add(0, …), which XLA turns into scatter-add(x, …): the inputs of that scatter."""
