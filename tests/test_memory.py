@@ -152,6 +152,18 @@ def scattered(x: jax.Array, w: jax.Array) -> Any:
     return jax.grad(loss)(w)
 
 
+def scattered_twice(x: jax.Array, w: jax.Array) -> Any:
+    """Gradients of two lookups: the zeros that both are scattered onto are made once, and copied at the start."""
+
+    def loss(tables: list[jax.Array]) -> jax.Array:
+        y = tables[0][jnp.arange(1024) % 7] + jnp.tanh(tables[1][jnp.arange(1024) % 5])
+        for _ in range(4):
+            y = jnp.tanh(y @ w + x)
+        return (y * y).sum()
+
+    return [(gradient * w).sum() for gradient in jax.grad(loss)([w, w + 1])]
+
+
 def dropped(x: jax.Array, w: jax.Array) -> Any:
     """Random bits stay in memory as two arrays of words, from which the mask is mixed wherever it is needed."""
 
@@ -172,7 +184,7 @@ def clipped(x: jax.Array, w: jax.Array) -> Any:
 
 @pytest.mark.parametrize(
     "function",
-    [chained, elementwise, kept_for_gradients, rematerialised, stacked, scattered, dropped, clipped],
+    [chained, elementwise, kept_for_gradients, rematerialised, stacked, scattered, scattered_twice, dropped, clipped],
     ids=lambda function: function.__name__,
 )
 def test_one_effect(function: Any) -> None:
