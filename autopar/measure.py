@@ -128,7 +128,8 @@ def measure(effort: Effort = FULL, say: Callable[[str], None] = lambda message: 
     cluster = Cluster.local(devices, profile=None)
     bench = _Bench(devices, effort, say)
     # First of all: what is freed later leaves gaps that serve as memory which a step would not find.
-    fresh = bench.fresh() if cluster.device.platform is Platform.CPU else None
+    on_cpu = cluster.device.platform is Platform.CPU  # elsewhere nothing asks for the figures that are left out
+    fresh = bench.fresh() if on_cpu else None
     return Profile(
         jax_version=jax.__version__,
         platform=cluster.device.platform.value,
@@ -143,7 +144,7 @@ def measure(effort: Effort = FULL, say: Callable[[str], None] = lambda message: 
         streamed=bench.elementwise(effort.streamed_bytes),
         fresh=fresh,
         operations=tuple(bench.operations()),
-        turned_bytes_per_second=bench.turned_bytes_per_second(),
+        turned_bytes_per_second=bench.turned_bytes_per_second() if on_cpu else None,
     )
 
 

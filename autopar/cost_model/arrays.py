@@ -25,7 +25,7 @@ from autopar.graph.build import LoopKind
 from autopar.graph.fusion import COSTLY, FREE, FUSIBLE, INPUT_FUSIBLE
 from autopar.graph.ir import Operator, Phase
 from autopar.graph.merging import Merged, merged_values
-from autopar.graph.products import turns_before
+from autopar.graph.products import turning_points
 from autopar.graph.zeros import is_zero_literal
 from autopar.plan import Axes, Layout
 from autopar.schedule.reshard import Move, MoveKind, after_move, local_shape
@@ -191,6 +191,7 @@ class _Builder:
         self._platform = platform
         self._on_cpu = platform == "cpu"
         self._merged = {} if self._on_cpu else merged_values(program.graph)  # XLA:CPU asks only what kind they are
+        self._turning = turning_points(program.graph) if self._on_cpu else {}
         self._made: dict[object, int] = {}
         self._turned: dict[int, int] = {}  # a collective's result in another order of dimensions: the collective
         self._written_zeros: set[int] = set()  # zeros in whose memory something is scattered
@@ -284,7 +285,8 @@ class _Builder:
                 return self._add(Form.COSTLY, (sent,), size, tenant, value, step.cause)
         order = (move.dim, *(dim for dim in range(len(shape)) if dim != move.dim))
         is_turned = minor or self._lies_transposed(node)
-        if minor and not self._is_made_turned(node, move):
+        made_so = move.kind is MoveKind.REDUCE_SCATTER and self._turning.get(value) == move.dim
+        if minor and not made_so:
             node = self._relayout(node, order)
         node = self._collective(move, (node,), size, tenant, step)
         if is_turned:
@@ -297,12 +299,6 @@ class _Builder:
         source = self.arrays.nodes[node].source
         is_transpose = source is not None and source.primitive == "transpose"
         return self._on_cpu and is_transpose and self.arrays.nodes[node].form is Form.CHEAP
-
-    def _is_made_turned(self, node: int, move: Move) -> bool:
-        """Whether a product is written the way round in which its summands are scattered."""
-        source = self.arrays.nodes[node].source
-        is_scatter = self._on_cpu and move.kind is MoveKind.REDUCE_SCATTER
-        return is_scatter and source is not None and turns_before(source.equation) == move.dim
 
     def _collective(self, move: Move, inputs: tuple[int, ...], size: int, tenant: Tenant, step: Reshard) -> int:
         number = self._add(Form.KERNEL, inputs, size, tenant, step.source.value, step.cause)

@@ -22,7 +22,7 @@ from autopar.cost_model.kernels import Kernel, kernel_cost
 from autopar.cost_model.reshard import COLLECTIVE_OF_MOVE, collective_bytes, copy_seconds, move_seconds, order_of
 from autopar.graph.fusion import Fusion
 from autopar.graph.ir import Operator, Phase
-from autopar.graph.products import turns_before
+from autopar.graph.products import turning_points
 from autopar.plan import CollectiveUse, Memory, Prediction
 from autopar.schedule.reshard import after_move, local_shape
 from autopar.schedule.spmd import Run, SpmdProgram, local_bytes
@@ -94,11 +94,10 @@ def collectives_of(program: SpmdProgram, cluster: Cluster, arrays: Arrays | None
     arrays = arrays or arrays_of(program, (), platform.value)
     leader = led_by(program, platform.value, arrays)
     repeated = sent_before(program, platform.value, arrays)
-    turned: dict[int, int | None] = {}
+    turning = turning_points(program.graph)
     for step, trips in program.all_steps():
         if isinstance(step, Run):
             found.extend(_extremes(step, program, cluster, trips))
-            turned.update((buffer.value, turns_before(step.operator.equation)) for buffer in step.results)
             continue
         value = program.values[step.source.value]
         layout = step.source.layout
@@ -109,7 +108,7 @@ def collectives_of(program: SpmdProgram, cluster: Cluster, arrays: Arrays | None
                 full = collective_bytes(move, layout, sent_bytes, mesh)
                 joins = leader.get(this, this) != this
                 seconds = move_seconds(move, layout, sent_bytes, mesh, cluster, joins=joins)
-                order = order_of(value.shape, turned.get(value.id))
+                order = order_of(value.shape, turning.get(value.id))
                 seconds += copy_seconds(move, layout, sent_bytes, mesh, cluster, order)
                 wire = wire_bytes(kind, full, mesh.axis_size(*move.axes))
                 phase = step.cause.phase if step.cause else Phase.UPDATE

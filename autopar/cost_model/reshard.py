@@ -63,7 +63,7 @@ class Order:
     """How the elements of an array lie in memory, as far as collectives ask.
 
     ``outermost`` is its first dimension that is longer than one.  A product's result may as well lie with the dimensions from
-    ``turns_before`` on first (:func:`autopar.graph.products.turns_before`).
+    ``turns_before`` on first (:func:`autopar.graph.products.turning_points`).
     """
 
     outermost: int

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from autopar._compat import DropVar, Literal
+from autopar.graph.ir import Graph
 
 
 def in_the_order_wanted(equations: Sequence[Any], outvars: Iterable[Any]) -> list[Any]:
@@ -45,16 +46,20 @@ def in_the_order_wanted(equations: Sequence[Any], outvars: Iterable[Any]) -> lis
     return [equation for equation in kept if equation is not None]
 
 
-def turns_before(equation: Any) -> int | None:
-    """Before which dimension the result of a product can be turned for nothing: the first free one of its right operand.
+def turning_points(graph: Graph) -> dict[int, int]:
+    """By value, before which dimension the result of a product can be turned for nothing: the right operand's first free one.
 
-    None for whatever is no product, or has batch dimensions.
+    Products with batch dimensions are left out, and those of which one operand has no free dimension.
     """
-    if equation.primitive.name != "dot_general":
-        return None
-    (contracted, _), (batch, _) = equation.params["dimension_numbers"]
-    free: int = equation.invars[0].aval.ndim - len(contracted)
-    return None if batch or not 0 < free < equation.outvars[0].aval.ndim else free
+    found = {}
+    for operator, _ in graph.all_operators():
+        if operator.primitive == "dot_general":
+            product = operator.equation
+            (contracted, _), (batch, _) = product.params["dimension_numbers"]
+            free = product.invars[0].aval.ndim - len(contracted)
+            if not batch and 0 < free < product.outvars[0].aval.ndim:
+                found[operator.results[0]] = free
+    return found
 
 
 def _turns(permutation: Sequence[int], product: Any) -> bool:

@@ -34,7 +34,7 @@ from autopar.graph.build import BARRIER, LoopKind
 from autopar.graph.fusion import Fusion, fuse
 from autopar.graph.ir import FactorKind, Graph, Operator, Phase, Value
 from autopar.graph.merging import Merged, merged_values
-from autopar.graph.products import turns_before
+from autopar.graph.products import turning_points
 
 COPY_WORTH_BYTES = 1 << 12
 """Below this size a second gather is cheaper than a node."""
@@ -63,7 +63,7 @@ class Edge:
     """An array of ``shape`` goes from ``source`` to ``target``, ``weight`` times a step.
 
     ``merged``: which of its collectives become one with those of other arrays; ``turns_before``: see
-    :func:`autopar.graph.products.turns_before`.
+    :func:`autopar.graph.products.turning_points`.
     """
 
     source: End
@@ -227,11 +227,7 @@ class _ProblemBuilder:
         self._separate = separate
         self._fusion = fuse(graph)
         self._merged = merged_values(graph)
-        self._turns_before = {
-            operator.results[0]: before
-            for operator, _ in graph.all_operators()
-            if (before := turns_before(operator.equation)) is not None
-        }
+        self._turning = turning_points(graph)
         self._values = {value.id: value for value in graph.all_values()}
         self._parent: dict[int, int] = {}
         self._partial: set[int] = set()
@@ -414,7 +410,7 @@ class _ProblemBuilder:
             if source.node != target.node:
                 array = self._values[value]
                 merged = self._merged.get(value, Merged.NONE)
-                turns = self._turns_before.get(value)
+                turns = self._turning.get(value)
                 edges.append(
                     Edge(source, target, array.shape, array.itemsize_bytes, array.dtype, weight, merged, turns)
                 )

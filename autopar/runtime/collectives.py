@@ -79,6 +79,8 @@ def _apply(x: jax.Array, move: Move, mesh: Mesh) -> jax.Array:
             return lax.psum(x, move.axes)
         case MoveKind.REDUCE_SCATTER:
             _piece_extent(x, move.dim, pieces, move)
+            if math.prod(x.shape[: move.dim]) == 1:  # pieces lie one after the other as it is
+                return _scattered(x, move)
             return lax.platform_dependent(
                 x, cpu=partial(_scattered_in_order, move=move), default=partial(_scattered, move=move)
             )
