@@ -1,24 +1,10 @@
 """How long do collectives, matrix products and elementwise kernels take on the devices of this process?
 
-Each is timed inside an executable over all devices at once, as a train step runs it:
+Each is timed inside an executable over all devices at once, as a train step runs it (:mod:`autopar.bench`), collectives as
+:mod:`autopar.measured_collectives` says.
 
-    seconds of one = (chain of L − chain of 1) / (L − 1)        so the cost of a call drops out (:mod:`autopar.timing`)
-
-where every link of a chain waits for the one before.  A chain of collectives or of products is unrolled.
-
-Devices that share processor cores do not come to a collective together: the last one works while the first ones wait, each
-arrival wakes those that wait, and cores stand still.  A chain of collectives alone shows nothing of it (among eight devices on
-two cores one takes 0.14 ms in a chain of its own and 0.56 ms between products).  So there each collective stands between
-matrix products, and
-
-    seconds of one = (median of L collectives after work − median of 1 collective and as much work) / (L − 1)
-
-with products of a size that parts collectives by about as much as train steps do; the one collective in either chain is that
-which waits for devices that were started later.
-
-Elementwise kernels would be fused into one, so theirs is a loop whose number of trips is an argument; a trip runs four
-kernels, three of them (the counter's) on single numbers, and those are taken off again as three quarters of a trip of the same
-loop over one element on each device.
+Elementwise kernels would be fused into one, so theirs is a loop; a trip runs four kernels, three of them (the counter's) on
+single numbers, and those are taken off again as three quarters of a trip of the same loop over one element on each device.
 
 Memory that is new to a call has to be mapped and cleared by the operating system.  It is timed as what calls that return
 new arrays take longer than calls that take over the memory of their arguments.  Allocators keep some of what they are given
@@ -36,15 +22,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
+from autopar.bench import SPEC, Bench, spread, unrolled
 from autopar.cluster import Cluster, Platform
 from autopar.cost_model.collectives import Collective, wire_bytes
 from autopar.errors import ClusterError
+from autopar.measured_collectives import collective_seconds, group_sizes, share_cores, waiting_seconds
+from autopar.measured_convolutions import CONVOLUTIONS, Convolution
 from autopar.measured_operations import OPERATIONS, Operation
 from autopar.profile import (
     SKINNINESS,
     CollectiveCurve,
+    ConvolutionCurve,
     Curve,
     Dispatch,
     Fresh,
@@ -52,6 +42,7 @@ from autopar.profile import (
     ProductCurve,
     ProductShape,
     Profile,
+    WaitCurve,
 )
 from autopar.profile_file import machine_name
 from autopar.timing import LEAST_SECONDS, Timer
@@ -60,8 +51,6 @@ CHAIN = 9
 CALL_ARGUMENTS = 64
 """About as many arrays as an executable of a pipeline is given."""
 ALONE_SIDE = 512
-WORK_SIDE, WORKED_CHAIN = 192, 17
-"""Between collectives of devices that share cores: two square products of this side, in a chain of so many links."""
 KERNELS_OF_A_TRIP = 4
 LEAST_TRIPS, MOST_TRIPS, MOST_LOOPED_BYTES = 32, 512, 1 << 28
 """Of a loop: enough for its trips to outweigh the call, which allocates the result anew; few enough to end soon."""
@@ -70,7 +59,6 @@ MOST_PIECES, NEAR_BYTES = 16, 1 << 25
 small array soon, to a large one when it has left the caches."""
 FRESH_ARRAYS, FRESH_BYTES = 8, 1 << 25
 """New arrays are returned so many at a time, of at most so many bytes in all on each device (but one at least)."""
-_SPEC = PartitionSpec(("other", "group"))
 
 
 @dataclass(frozen=True)
@@ -95,6 +83,12 @@ class Effort:
     streamed_bytes: int = 1 << 26
     """A device comes back to streamed arrays after so many bytes, which no cache holds for it."""
     operations: tuple[Operation, ...] = OPERATIONS
+    convolutions: tuple[Convolution, ...] = CONVOLUTIONS
+    image_sides: tuple[int, ...] = (4, 8, 16, 32)
+    work_sides: tuple[int, ...] = (64, 128, 192, 512)
+    """Of two square products between collectives of devices that share cores: by the first the curves are measured, by all
+    of them the waits."""
+    """Of convolutions' square images."""
     turned_shape: tuple[int, int] = (512, 2048)
     """Of a float32 matrix that is copied into another order."""
 
@@ -126,10 +120,10 @@ def measure(effort: Effort = FULL, say: Callable[[str], None] = lambda message: 
         raise ClusterError("a profile is of the devices of one host; measure in a program of one process")
     devices = jax.devices()
     cluster = Cluster.local(devices, profile=None)
-    bench = _Bench(devices, effort, say)
+    measuring = Measuring(devices, effort, say)
     # First of all: what is freed later leaves gaps that serve as memory which a step would not find.
     on_cpu = cluster.device.platform is Platform.CPU  # elsewhere nothing asks for the figures that are left out
-    fresh = bench.fresh() if on_cpu else None
+    fresh = measuring.fresh() if on_cpu else None
     return Profile(
         jax_version=jax.__version__,
         platform=cluster.device.platform.value,
@@ -137,33 +131,33 @@ def measure(effort: Effort = FULL, say: Callable[[str], None] = lambda message: 
         num_devices=len(devices),
         machine=machine_name(),
         measured_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        collectives=tuple(bench.collectives()),
-        products=tuple(bench.products()),
-        elementwise=bench.elementwise(),
-        dispatch=bench.dispatch(),
-        streamed=bench.elementwise(effort.streamed_bytes),
+        collectives=tuple(measuring.collectives()),
+        products=tuple(measuring.products()),
+        elementwise=measuring.elementwise(),
+        dispatch=measuring.dispatch(),
+        streamed=measuring.elementwise(effort.streamed_bytes),
         fresh=fresh,
-        operations=tuple(bench.operations()),
-        turned_bytes_per_second=bench.turned_bytes_per_second() if on_cpu else None,
+        operations=tuple(measuring.operations()),
+        convolutions=tuple(measuring.convolutions()),
+        waits=tuple(measuring.waits()),
+        turned_bytes_per_second=measuring.turned_bytes_per_second() if on_cpu else None,
     )
 
 
-class _Bench:
+class Measuring:
     """The devices, and how carefully they are timed."""
 
     def __init__(self, devices: Sequence[Any], effort: Effort, say: Callable[[str], None]) -> None:
-        self._devices = list(devices)
-        self._share_cores = devices[0].platform == Platform.CPU.value and len(devices) > 1
+        self._bench = Bench(devices, Timer(effort.seconds, effort.least_runs))
         self._effort = effort
-        self._timer = Timer(effort.seconds, effort.least_runs)
         self._say = say
 
     # ------------------------------------------------------------------------------------------------------ what to time
 
     def collectives(self) -> Iterator[CollectiveCurve]:
         """Every kind in groups of every divisor of the number of devices."""
-        count = len(self._devices)
-        for group_size in (size for size in range(2, count + 1) if count % size == 0):
+        nearest = self._effort.work_sides[0]
+        for group_size in group_sizes(self._bench):
             for kind in Collective:
                 samples = {}
                 for full_bytes in self._effort.full_bytes:
@@ -173,8 +167,14 @@ class _Bench:
                     sent = wire_bytes(
                         kind, 4 * elements * (group_size if kind is Collective.ALL_GATHER else 1), group_size
                     )
-                    samples[sent] = self._collective_seconds(kind, group_size, elements)
+                    samples[sent] = collective_seconds(self._bench, kind, group_size, elements, nearest)
                 yield CollectiveCurve(kind.value, group_size, _curve(samples))
+
+    def waits(self) -> Iterator[WaitCurve]:
+        """What small all-reduces take longer the more work lies before them; of devices that share cores."""
+        for group_size in group_sizes(self._bench) if share_cores(self._bench) else ():
+            self._say(f"collectives among {group_size} after work")
+            yield WaitCurve(group_size, _curve(waiting_seconds(self._bench, group_size, self._effort.work_sides)))
 
     def products(self) -> Iterator[ProductCurve]:
         """Square and skinny products of every dtype, until one takes too long."""
@@ -191,6 +191,17 @@ class _Bench:
                     if seconds > self._effort.longest_seconds:
                         break
                 yield ProductCurve(dtype, jnp.dtype(dtype).itemsize, shape, _curve(samples))
+
+    def convolutions(self) -> Iterator[ConvolutionCurve]:
+        """Every family, over images of growing sides, until one takes too long."""
+        for convolution in self._effort.convolutions:
+            samples = {}
+            for side in self._effort.image_sides:
+                self._say(f"convolutions ({convolution.family.value}) of images [{side}, {side}]")
+                samples[convolution.flops(side)] = self._convolution_seconds(convolution, side)
+                if samples[convolution.flops(side)] > self._effort.longest_seconds:
+                    break
+            yield ConvolutionCurve("float32", convolution.family, _curve(samples))
 
     def elementwise(self, footprint_bytes: int | None = None) -> Curve:
         """``x · a + b``: one array read, one written; with a footprint each trip comes to memory left alone for so many bytes."""
@@ -224,9 +235,9 @@ class _Bench:
         """Seconds per FLOP of primitives that are no products, over an array that stays in the caches."""
         for operation in self._effort.operations:
             self._say(operation.primitive)
-            mesh = self._mesh(1)
-            x = _spread(np.linspace(0.1, 0.9, operation.elements * len(self._devices), dtype=np.float32), mesh)
-            seconds = self._loop_seconds(_repeated(operation), x, operation.trips)
+            mesh = self._bench.mesh(1)
+            x = spread(np.linspace(0.1, 0.9, operation.elements * len(self._bench.devices), dtype=np.float32), mesh)
+            seconds = self._bench.loop_seconds(_repeated(operation), x, operation.trips)
             for name in (operation.primitive, *operation.like_it):
                 yield OperationRate(name, seconds / (operation.elements * operation.flops_of_element()))
 
@@ -238,7 +249,7 @@ class _Bench:
         self._say("copies into another order")
         rows, columns = self._effort.turned_shape
         pieces = max(self._effort.streamed_bytes // (4 * rows * columns), 2)
-        x = _spread(np.zeros((pieces * len(self._devices), rows, columns), np.float32), self._mesh(1))
+        x = self._bench.spread((pieces, rows, columns), self._bench.mesh(1))
 
         def copied(turns: bool) -> Callable[[jax.Array, jax.Array], jax.Array]:
             def trip(number: jax.Array, carried: jax.Array) -> jax.Array:
@@ -249,109 +260,81 @@ class _Bench:
 
             return trip
 
-        turned, straight = (self._loop_seconds(copied(turns), x, LEAST_TRIPS) for turns in (True, False))
+        turned, straight = (self._bench.loop_seconds(copied(turns), x, LEAST_TRIPS) for turns in (True, False))
         return 2 * 4 * rows * columns / max(turned - straight / 2, LEAST_SECONDS)
 
     def dispatch(self) -> Dispatch:
         """A call that does almost nothing, an array of one page from device to device, and products on one device alone."""
         self._say("calls of executables")
-        devices = self._devices
+        devices = self._bench.devices
         small = [jax.device_put(np.float32(number), devices[0]) for number in range(CALL_ARGUMENTS)]
         tiny = jax.jit(lambda *numbers: numbers[0] + 1.0, keep_unused=True).lower(*small).compile()
         page = jax.device_put(np.zeros(1024, np.float32), devices[0])
         side = ALONE_SIDE if ALONE_SIDE in self._effort.sides else self._effort.sides[-1]
         together = self._product_seconds("float32", side, side)
-        one = _Bench(devices[:1], self._effort, self._say)
+        one = Measuring(devices[:1], self._effort, self._say)
         return Dispatch(
-            call_seconds=self._timer.least(lambda: tiny(*small)),
-            message_seconds=self._timer.least(lambda: jax.device_put(page, devices[-1], may_alias=False)),
+            call_seconds=self._bench.timer.least(lambda: tiny(*small)),
+            message_seconds=self._bench.timer.least(lambda: jax.device_put(page, devices[-1], may_alias=False)),
             alone_speed=max(1.0, together / one._product_seconds("float32", side, side)),
         )
 
     # -------------------------------------------------------------------------------------------------------- how to time
 
-    def _mesh(self, group_size: int) -> jax.sharding.Mesh:
-        grid = np.array(self._devices).reshape(-1, group_size)
-        return jax.sharding.Mesh(grid, ("other", "group"), axis_types=(AxisType.Auto,) * 2)
-
-    def _collective_seconds(self, kind: Collective, group_size: int, elements: int) -> float:
-        """Seconds of one collective to which each device brings so many float32 (zeros, so that sums stay finite)."""
-        mesh = self._mesh(group_size)
-        x = _spread(np.zeros(elements * len(self._devices), np.float32), mesh)
-        link = _LINKS[kind]
-        if self._share_cores:
-            return self._seconds_between_work(kind, lambda value: link(value, group_size), mesh, x)
-        chains = [_unrolled(lambda value: link(value, group_size), length, mesh, (x,)) for length in (1, CHAIN)]
-        for length, chain in zip((1, CHAIN), chains, strict=True):
-            _check_count(kind, length, chain.as_text())
-        return self._timer.difference(*(lambda chain=chain: chain(x) for chain in chains), extra=CHAIN - 1)
-
-    def _seconds_between_work(
-        self, kind: Collective, link: Callable[[jax.Array], jax.Array], mesh: jax.sharding.Mesh, x: jax.Array
-    ) -> float:
-        """What a chain of work takes longer with a collective after each link; each waits for the other."""
-        work = _spread(np.zeros((WORK_SIDE * len(self._devices), WORK_SIDE), np.float32), mesh)
-
-        def chain(sends: int) -> Any:
-            def worked(value: jax.Array, activations: jax.Array) -> tuple[jax.Array, jax.Array]:
-                weights = activations
-                for number in range(WORKED_CHAIN):
-                    activations = (activations + value[0]) @ weights @ weights
-                    value = value.at[0].set(activations[0, 0])
-                    value = link(value) if number < sends else value
-                return value, activations
-
-            both = (_SPEC, _SPEC)
-            local = jax.shard_map(worked, mesh=mesh, in_specs=both, out_specs=both, check_vma=False)
-            compiled: Any = jax.jit(local).lower(x, work).compile()
-            _check_count(kind, sends, compiled.as_text())
-            return compiled
-
-        one, all_links = chain(1), chain(WORKED_CHAIN)
-        least, most = self._timer.typical(lambda: one(x, work), lambda: all_links(x, work))
-        return max((most - least) / (WORKED_CHAIN - 1), LEAST_SECONDS)
-
     def _product_seconds(self, dtype: str, side: int, inner: int) -> float:
         """Seconds of one product of 2 · side · side · inner FLOPs on each device."""
         with jax.enable_x64(jnp.dtype(dtype).itemsize > 4):
-            mesh = self._mesh(1)
-            count = len(self._devices)
-            x = _spread(jnp.zeros((count * side, inner), dtype), mesh)
-            w = _spread(jnp.zeros((count * inner, side), dtype), mesh)
+            mesh = self._bench.mesh(1)
+            x = self._bench.spread((side, inner), mesh, jnp.dtype(dtype))
+            w = self._bench.spread((inner, side), mesh, jnp.dtype(dtype))
 
             def link(value: jax.Array, right: jax.Array) -> jax.Array:
                 product = value @ right
                 return product if inner == side else product @ value
 
             lengths = (1, CHAIN if inner == side else (CHAIN + 1) // 2)
-            chains = [_unrolled(link, length, mesh, (x, w)) for length in lengths]
+            chains = [unrolled(link, length, mesh, (x, w)) for length in lengths]
             of_a_link = 1 if inner == side else 2
             extra = (lengths[1] - lengths[0]) * of_a_link
-            return self._timer.difference(*(lambda chain=chain: chain(x, w) for chain in chains), extra=extra)
+            return self._bench.timer.difference(*(lambda chain=chain: chain(x, w) for chain in chains), extra=extra)
+
+    def _convolution_seconds(self, convolution: Convolution, side: int) -> float:
+        """Seconds of one convolution of float32 on each device; each waits for a number of the one before."""
+        mesh = self._bench.mesh(1)
+        operands = [self._bench.spread(shape, mesh) for shape in convolution.shapes(side)]
+
+        def link(image: jax.Array, other: jax.Array) -> jax.Array:
+            result = lax.optimization_barrier(convolution.apply(image, other))
+            return image + result[(0,) * result.ndim]
+
+        chains = [unrolled(link, length, mesh, tuple(operands)) for length in (1, CHAIN)]
+        return self._bench.timer.difference(
+            *(lambda chain=chain: chain(*operands) for chain in chains), extra=CHAIN - 1
+        )
 
     def _trip_seconds(self, elements: int, trips: int, pieces: int) -> float:
         """Seconds of one trip of a loop around one elementwise kernel on so many float32 on each device.
 
         Each trip works on the next piece of an array.
         """
-        x = _spread(np.zeros(pieces * elements * len(self._devices), np.float32), self._mesh(1))
+        x = self._bench.spread((pieces * elements,), self._bench.mesh(1))
 
         def trip(number: jax.Array, carried: jax.Array) -> jax.Array:
             start = number % pieces * elements
             piece = lax.dynamic_slice_in_dim(carried, start, elements)
             return lax.dynamic_update_slice_in_dim(carried, piece * 0.999 + 1.0, start, 0)
 
-        return self._loop_seconds(trip, x, trips)
+        return self._bench.loop_seconds(trip, x, trips)
 
     def _fresh_seconds(self, elements: int, count: int) -> float:
         """Seconds that each of so many new arrays of float32 costs beyond one whose memory is there."""
-        mesh = self._mesh(1)
-        arrays = [_spread(np.zeros(elements * len(self._devices), np.float32), mesh) for _ in range(count)]
+        mesh = self._bench.mesh(1)
+        arrays = [self._bench.spread((elements,), mesh) for _ in range(count)]
 
         def scaled(*values: jax.Array) -> tuple[jax.Array, ...]:
             return tuple(value * 0.999 for value in values)
 
-        specs = (_SPEC,) * count
+        specs = (SPEC,) * count
         local = jax.shard_map(scaled, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
         new = jax.jit(local).lower(*arrays).compile()
         taking_over = jax.jit(local, donate_argnums=tuple(range(count))).lower(*arrays).compile()
@@ -361,7 +344,7 @@ class _Bench:
             held[0] = list(taking_over(*held[0]))
             return held[0]
 
-        there, beyond = self._timer.typical(in_place, lambda: new(*arrays))
+        there, beyond = self._bench.timer.typical(in_place, lambda: new(*arrays))
         return max((beyond - there) / count, LEAST_SECONDS)
 
     def _scratch_seconds(self, elements: int) -> float:
@@ -369,9 +352,9 @@ class _Bench:
 
         A trip goes over the carry once; the one that is scratch is filled first, in place of a trip.
         """
-        mesh = self._mesh(1)
-        x = _spread(np.zeros(elements * len(self._devices), np.float32), mesh)
-        start = _spread(np.zeros(len(self._devices), np.float32), mesh)
+        mesh = self._bench.mesh(1)
+        x = self._bench.spread((elements,), mesh)
+        start = self._bench.spread((1,), mesh)
 
         def over(count: jax.Array, carry: jax.Array) -> jax.Array:
             return lax.fori_loop(0, count, lambda _, carried: carried * 0.999 + 1.0, carry)
@@ -380,8 +363,8 @@ class _Bench:
             return over(count, jnp.broadcast_to(value, (elements,)))[:1]
 
         def compiled(function: Callable[..., jax.Array], *arguments: jax.Array, donated: tuple[int, ...] = ()) -> Any:
-            specs = PartitionSpec(), _SPEC
-            local = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=_SPEC, check_vma=False)
+            specs = PartitionSpec(), SPEC
+            local = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=SPEC, check_vma=False)
             return jax.jit(local, donate_argnums=donated).lower(*arguments).compile()
 
         two, three = (jax.device_put(np.int32(count), NamedSharding(mesh, PartitionSpec())) for count in (2, 3))
@@ -392,91 +375,16 @@ class _Bench:
             held[0] = taking_over(three, held[0])
             return held[0]
 
-        there, beyond = self._timer.typical(in_place, lambda: inside(two, start))
+        there, beyond = self._bench.timer.typical(in_place, lambda: inside(two, start))
         return max(beyond - there, LEAST_SECONDS)
-
-    def _loop_seconds(self, trip: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, trips: int) -> float:
-        """Seconds of one trip on each device: ``trip`` makes, of its number and an array, the next array."""
-        mesh = self._mesh(1)
-
-        def loop(count: jax.Array, value: jax.Array) -> jax.Array:
-            return lax.fori_loop(0, count, trip, value)
-
-        local = jax.shard_map(loop, mesh=mesh, in_specs=(PartitionSpec(), _SPEC), out_specs=_SPEC, check_vma=False)
-        counts = [jax.device_put(np.int32(count), NamedSharding(mesh, PartitionSpec())) for count in (1, trips + 1)]
-        compiled = jax.jit(local).lower(counts[0], x).compile()
-        return self._timer.difference(*(lambda count=count: compiled(count, x) for count in counts), extra=trips)
 
 
 def _curve(samples: dict[float, float]) -> Curve:
     return Curve(tuple(sorted((float(amount), float(seconds)) for amount, seconds in samples.items())))
 
 
-def _spread(array: Any, mesh: jax.sharding.Mesh) -> jax.Array:
-    return jax.device_put(array, NamedSharding(mesh, _SPEC))
-
-
 def _repeated(operation: Operation) -> Callable[[jax.Array, jax.Array], jax.Array]:
     return lambda number, value: operation.apply(value)
-
-
-def _unrolled(
-    link: Callable[..., jax.Array], length: int, mesh: jax.sharding.Mesh, arguments: tuple[jax.Array, ...]
-) -> Any:
-    """A compiled chain: ``link`` of its own result, the other arguments the same each time."""
-
-    def chain(value: jax.Array, *others: jax.Array) -> jax.Array:
-        for _ in range(length):
-            value = link(value, *others)
-        return value
-
-    local = jax.shard_map(chain, mesh=mesh, in_specs=(_SPEC,) * len(arguments), out_specs=_SPEC, check_vma=False)
-    return jax.jit(local).lower(*arguments).compile()
-
-
-def _check_count(kind: Collective, length: int, text: str) -> None:
-    """The executable holds the whole chain, or what was timed would mean nothing."""
-    opcode = "collective-permute" if kind is Collective.PERMUTE else kind.value
-    found = text.count(f" {opcode}(") + text.count(f" {opcode}-start(")
-    if found != length:
-        raise ClusterError(
-            f"a chain of {length} {kind.value} compiled to {found}, so it cannot be timed on this backend; report this"
-        )
-
-
-# ----------------------------------------------------------------------------------------- one collective, made to chain
-
-
-def _all_reduce(value: jax.Array, group_size: int) -> jax.Array:
-    # Shifting by the device's number keeps the operand from being provably replicated.
-    return lax.psum(value, "group") + lax.axis_index("group").astype(value.dtype)
-
-
-def _all_gather(value: jax.Array, group_size: int) -> jax.Array:
-    full = lax.all_gather(value, "group", tiled=True)
-    return lax.dynamic_slice_in_dim(full, lax.axis_index("group") * value.size, value.size)
-
-
-def _reduce_scatter(value: jax.Array, group_size: int) -> jax.Array:
-    piece = lax.psum_scatter(value, "group", tiled=True)
-    return lax.dynamic_update_slice(value, piece, (0,))
-
-
-def _all_to_all(value: jax.Array, group_size: int) -> jax.Array:
-    return lax.all_to_all(lax.optimization_barrier(value), "group", 0, 0, tiled=True)
-
-
-def _permute(value: jax.Array, group_size: int) -> jax.Array:
-    return lax.ppermute(value, "group", [(place, (place + 1) % group_size) for place in range(group_size)])
-
-
-_LINKS: dict[Collective, Callable[[jax.Array, int], jax.Array]] = {
-    Collective.ALL_REDUCE: _all_reduce,
-    Collective.ALL_GATHER: _all_gather,
-    Collective.REDUCE_SCATTER: _reduce_scatter,
-    Collective.ALL_TO_ALL: _all_to_all,
-    Collective.PERMUTE: _permute,
-}
 
 
 def profile_rows(profile: Profile) -> Iterable[tuple[str, str, str]]:
@@ -491,6 +399,8 @@ def profile_rows(profile: Profile) -> Iterable[tuple[str, str, str]]:
     if (fresh := profile.fresh) is not None:
         yield "new arrays", *_ends(fresh.outputs, "B/s")
         yield "new scratch memory", *_ends(fresh.scratch, "B/s")
+    for convolution in profile.convolutions:
+        yield f"convolutions, {convolution.family.value}, {convolution.dtype}", *_ends(convolution.curve, "FLOP/s")
     for operation in profile.operations:
         yield operation.primitive, "", f"{1e-9 / operation.seconds_per_flop:.2f} GFLOP/s"
     if (dispatch := profile.dispatch) is not None:

@@ -3,14 +3,17 @@
 A profile holds *curves*: seconds as a function of an amount, all devices of one host working at once,
 
     collectives     by kind and group size   of the bytes that one device sends (wire bytes, ring accounting)
+    waits           by group size            of the seconds of work since the collective before, beyond those of the above
     products        by dtype and shape       of the FLOPs of one matrix product on one device
+    convolutions    by family                of the FLOPs of one convolution on one device
     elementwise                              of the bytes that one kernel on one device reads and writes, soon after others did
     streamed                                 of the same bytes, which nobody has touched since they left the caches
     fresh outputs, scratch                   of the bytes of an array, or of a block, that is allocated for one call
 
-the rate at which copies turn arrays, rates of single operations (:class:`OperationRate`), and what only several executables
-show that take turns and run side by side (:class:`Dispatch`).  What a profile does not hold is priced without: streamed and
-turned bytes as others, fresh memory as free, operations at the rate of matrix products.
+(a convolution's FLOPs as :mod:`autopar.graph.flops` counts them), the rate at which copies turn arrays, rates of single
+operations (:class:`OperationRate`), and what only several executables show that take turns and run side by side
+(:class:`Dispatch`).  What a profile does not hold is priced without: waits as none, streamed and turned bytes as others, fresh
+memory as free, operations and convolutions at the rate of matrix products.
 
 A curve is made to rise (more work never takes less time) by the nearest rising figures in the sense of least squares
 (isotonic regression; Barlow et al., 1972), so that a point that was measured too high does not raise all beyond it.  It is
@@ -52,6 +55,38 @@ class ProductShape(Enum):
 
 
 SKINNINESS = 16
+
+
+class ConvolutionFamily(Enum):
+    """Which convolutions run alike: libraries have kernels of their own for each, of very different speed.
+
+    A window is large if it covers more positions than the result has: so it is in gradients of weights, where the other
+    gradient is the window.  An image is dilated if holes are put between its positions, as by a transposed convolution.
+    """
+
+    FEW_FEATURES = "few features"
+    MANY_FEATURES = "many features"
+    DILATED = "dilated image"
+    LARGE_FEW_FEATURES = "large window, few features"
+    LARGE_MANY_FEATURES = "large window, many features"
+    LARGE_DILATED = "large window, dilated image"
+
+
+FEW_FEATURES = 16
+"""At most so many in image and result: XLA:CPU leaves these to another library."""
+
+
+def convolution_family(
+    *, window_positions: int, result_positions: int, features: int, is_dilated: bool
+) -> ConvolutionFamily:
+    """Of a convolution on one device; ``features`` are the image's or the result's, whichever has more."""
+    large = window_positions > result_positions
+    if is_dilated:
+        return ConvolutionFamily.LARGE_DILATED if large else ConvolutionFamily.DILATED
+    if features <= FEW_FEATURES:
+        return ConvolutionFamily.LARGE_FEW_FEATURES if large else ConvolutionFamily.FEW_FEATURES
+    return ConvolutionFamily.LARGE_MANY_FEATURES if large else ConvolutionFamily.MANY_FEATURES
+
 
 Samples = tuple[tuple[float, float], ...]
 """(amount, seconds) in ascending amounts, as measured."""
@@ -105,6 +140,10 @@ class Curve:
         share = (amount - amounts[right - 1]) / (amounts[right] - amounts[right - 1])
         return seconds[right - 1] + share * (seconds[right] - seconds[right - 1])
 
+    def raised(self, seconds: float) -> Curve:
+        """So many seconds more everywhere."""
+        return Curve(tuple((amount, measured + seconds) for amount, measured in self.samples)) if seconds else self
+
     def at_all(self, amounts: np.ndarray) -> np.ndarray:
         """Seconds for many amounts at once."""
         beyond = np.maximum(amounts - self._amounts[-1], 0.0) * self.slope
@@ -129,12 +168,32 @@ class CollectiveCurve:
 
 
 @dataclass(frozen=True)
+class WaitCurve:
+    """What collectives in groups of one size take longer after so many seconds of work (amounts) than soon after another.
+
+    Devices that share cores do not end their work together, and the longer it was, the further apart.
+    """
+
+    group_size: int
+    curve: Curve
+
+
+@dataclass(frozen=True)
 class ProductCurve:
     """Matrix products of one dtype (NumPy's name) and one family of shapes; amounts are FLOPs."""
 
     dtype: str
     itemsize_bytes: int
     shape: ProductShape
+    curve: Curve
+
+
+@dataclass(frozen=True)
+class ConvolutionCurve:
+    """Convolutions of one dtype (NumPy's name) and family; amounts are FLOPs."""
+
+    dtype: str
+    family: ConvolutionFamily
     curve: Curve
 
 
@@ -214,6 +273,8 @@ class Profile:
     streamed: Curve | None = None
     fresh: Fresh | None = None
     operations: tuple[OperationRate, ...] = ()
+    convolutions: tuple[ConvolutionCurve, ...] = ()
+    waits: tuple[WaitCurve, ...] = ()
     turned_bytes_per_second: float | None = None
     """Read and written, of a copy whose dimensions lie in another order."""
 
@@ -223,7 +284,9 @@ class Profile:
             raise ClusterError(f"turned_bytes_per_second is {rate!r}; give a finite number above zero")
         _refuse_twice("operations", (one.primitive for one in self.operations))
         _refuse_twice("collectives", ((one.kind, one.group_size) for one in self.collectives))
+        _refuse_twice("waits", (one.group_size for one in self.waits))
         _refuse_twice("products", ((one.dtype, one.shape.value) for one in self.products))
+        _refuse_twice("convolutions", ((one.dtype, one.family.value) for one in self.convolutions))
 
     def __hash__(self) -> int:
         return hash((self.machine, self.measured_at, self.platform, self.num_devices))
@@ -233,7 +296,23 @@ class Profile:
         if num_devices == self.num_devices:
             return self
         collectives = tuple(one for one in self.collectives if one.group_size <= num_devices)
-        return replace(self, num_devices=num_devices, collectives=collectives)
+        waits = tuple(one for one in self.waits if one.group_size <= num_devices)
+        return replace(self, num_devices=num_devices, collectives=collectives, waits=waits)
+
+    def waiting_seconds(self, group_size: int, work_seconds: float) -> float:
+        """What a collective after so much work takes longer; group sizes as for :meth:`collective`."""
+        if not self.waits:
+            return 0.0
+        nearest = min(self.waits, key=lambda one: abs(1 / one.group_size - 1 / group_size))
+        return nearest.curve.at(work_seconds)
+
+    def after(self, work_seconds: float) -> Profile:
+        """The same for collectives that all stand so much work apart, the waiting in their curves."""
+        raised = (
+            replace(one, curve=one.curve.raised(self.waiting_seconds(one.group_size, work_seconds)))
+            for one in self.collectives
+        )
+        return replace(self, collectives=tuple(raised), waits=()) if self.waits else self
 
     def collective(self, kind: str, group_size: int) -> Curve | None:
         """The curve over wire bytes for groups of that size, or of the measured size nearest by ring factor."""
@@ -257,6 +336,15 @@ class Profile:
     @cached_property
     def _rates(self) -> dict[str, float]:
         return {one.primitive: one.seconds_per_flop for one in self.operations}
+
+    def convolution_seconds(self, flops: float, family: ConvolutionFamily, dtype: str) -> float | None:
+        """Seconds of one convolution on one device; None for a dtype or family that was not measured."""
+        curve = self._convolutions.get((dtype, family))
+        return None if curve is None else curve.at(flops)
+
+    @cached_property
+    def _convolutions(self) -> dict[tuple[str, ConvolutionFamily], Curve]:
+        return {(one.dtype, one.family): one.curve for one in self.convolutions}
 
     def product_seconds(self, flops: float, bytes_moved: float, dtype: str) -> float | None:
         """Seconds of one matrix product on one device; None for a dtype that was not measured."""

@@ -2,9 +2,9 @@
 
     load(save(profile)) = profile
 
-JSON, ``{"format": "autopar-profile", "version": 3, "profile": {…}}`` with the fields of ``Profile``; a curve is its list of
+JSON, ``{"format": "autopar-profile", "version": 4, "profile": {…}}`` with the fields of ``Profile``; a curve is its list of
 ``[amount, seconds]``, as measured.  Files of version 1 lack ``streamed``, ``fresh`` and ``operations``,
-those of version 2 ``turned_bytes_per_second``, and are read without.
+those of version 2 ``turned_bytes_per_second``, those of version 3 ``convolutions`` and ``waits``, and are read without.
 Unknown fields, wrong types, NaN, negative numbers and cut files are refused with the file, the place in it, and what to do.
 
 The default place is the user's cache directory, one file for each machine, backend, kind and number of devices.  The
@@ -28,6 +28,8 @@ from autopar.errors import ClusterError
 from autopar.files import Header, write_atomically
 from autopar.profile import (
     CollectiveCurve,
+    ConvolutionCurve,
+    ConvolutionFamily,
     Curve,
     Dispatch,
     Fresh,
@@ -36,11 +38,12 @@ from autopar.profile import (
     ProductShape,
     Profile,
     Samples,
+    WaitCurve,
 )
 
 FILE_FORMAT = "autopar-profile"
-FILE_VERSION = 3
-READABLE_VERSIONS = (1, 2, FILE_VERSION)
+FILE_VERSION = 4
+READABLE_VERSIONS = (1, 2, 3, FILE_VERSION)
 PLACE_VARIABLE = "AUTOPAR_PROFILE"
 NO_PROFILE = "none"
 _ADVICE = "correct it, or measure again with `autopar profile`"
@@ -57,10 +60,21 @@ class _Collective(Struct, forbid_unknown_fields=True):
     samples: _Samples
 
 
+class _Wait(Struct, forbid_unknown_fields=True):
+    group_size: Annotated[int, Meta(ge=2)]
+    samples: _Samples
+
+
 class _Product(Struct, forbid_unknown_fields=True):
     dtype: str
     itemsize_bytes: _Count
     shape: ProductShape
+    samples: _Samples
+
+
+class _Convolution(Struct, forbid_unknown_fields=True):
+    dtype: str
+    family: ConvolutionFamily
     samples: _Samples
 
 
@@ -94,6 +108,8 @@ class _Profile(Struct, forbid_unknown_fields=True, kw_only=True):
     streamed: _Samples | None = None
     fresh: _Fresh | None = None
     operations: tuple[_Operation, ...] = ()
+    convolutions: tuple[_Convolution, ...] = ()
+    waits: tuple[_Wait, ...] = ()
     turned_bytes_per_second: _Positive | None = None
 
 
@@ -158,6 +174,8 @@ def save_profile(profile: Profile, path: str | Path) -> None:
         streamed=None if profile.streamed is None else profile.streamed.samples,
         fresh=None if (fresh := profile.fresh) is None else _Fresh(fresh.outputs.samples, fresh.scratch.samples),
         operations=tuple(_Operation(one.primitive, one.seconds_per_flop) for one in profile.operations),
+        convolutions=tuple(_Convolution(one.dtype, one.family, one.curve.samples) for one in profile.convolutions),
+        waits=tuple(_Wait(one.group_size, one.curve.samples) for one in profile.waits),
         turned_bytes_per_second=profile.turned_bytes_per_second,
     )
     data = msgspec.json.encode(_File(FILE_FORMAT, FILE_VERSION, stored))
@@ -231,6 +249,14 @@ def _profile(path: str, stored: _Profile) -> Profile:
             streamed=None if stored.streamed is None else _curve("streamed", stored.streamed),
             fresh=None if stored.fresh is None else _fresh(stored.fresh),
             operations=tuple(OperationRate(one.primitive, one.seconds_per_flop) for one in stored.operations),
+            convolutions=tuple(
+                ConvolutionCurve(one.dtype, one.family, _curve(f"convolutions[{number}].samples", one.samples))
+                for number, one in enumerate(stored.convolutions)
+            ),
+            waits=tuple(
+                WaitCurve(one.group_size, _curve(f"waits[{number}].samples", one.samples))
+                for number, one in enumerate(stored.waits)
+            ),
             turned_bytes_per_second=stored.turned_bytes_per_second,
         )
     except ClusterError as error:

@@ -152,6 +152,8 @@ def test_profile_measures_and_stores(
         least_runs=1,
         streamed_bytes=1 << 13,
         operations=(),
+        convolutions=(),
+        work_sides=(8,),
     )
     monkeypatch.setattr(measure, "QUICK", least)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -35,7 +35,8 @@ from autopar.errors import ClusterError
 from autopar.graph.merging import Merged
 from autopar.inter_op.layers import layers
 from autopar.inter_op.stages import Arrangement, StagePlanner
-from autopar.measure import Effort, _Bench, measure
+from autopar.measure import Effort, Measuring, measure
+from autopar.measured_convolutions import CONVOLUTIONS
 from autopar.measured_operations import OPERATIONS, Operation
 from autopar.pipelines import loop_of, pipeline_task
 from autopar.plan import Layout, Prediction, Schedule
@@ -48,6 +49,7 @@ from autopar.profile import (
     ProductCurve,
     ProductShape,
     Profile,
+    WaitCurve,
     skinny_ratio,
 )
 from autopar.profile_file import default_path, find_profile, load_profile, save_profile
@@ -179,7 +181,7 @@ def put(*place: Any) -> Any:
 
 BAD = {
     "format": (put("format", "autopar-cluster"), "format is 'autopar-cluster'"),
-    "version": (put("version", 4), "version is 4, this release reads 1, 2, 3"),
+    "version": (put("version", 5), "version is 5, this release reads 1, 2, 3, 4"),
     "negative": (put("profile", "collectives", 1, "samples", 0, 1, -1e-5), r"collectives\[.*samples"),
     "nan": (put("profile", "elementwise", 0, 1, math.nan), "not complete JSON"),
     "text": (put("profile", "products", 0, "samples", 1, 0, "many"), r"products\[.*samples"),
@@ -231,7 +233,11 @@ def test_what_came_with_version_2_survives_its_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("version", "lacks"),
-    [(1, ("streamed", "fresh", "operations", "turned_bytes_per_second")), (2, ("turned_bytes_per_second",))],
+    [
+        (1, ("streamed", "fresh", "operations", "turned_bytes_per_second", "convolutions", "waits")),
+        (2, ("turned_bytes_per_second", "convolutions", "waits")),
+        (3, ("convolutions", "waits")),
+    ],
 )
 def test_files_of_older_versions_are_read_without_it(version: int, lacks: tuple[str, ...], tmp_path: Path) -> None:
     def older(stored: Any) -> None:
@@ -270,6 +276,20 @@ def test_copies_that_turn_an_array_cost_what_was_measured_of_them(tmp_path: Path
         ("operations", [{"primitive": "exp", "seconds_per_flop": 0.0}], "seconds_per_flop"),
         ("operations", [{"primitive": "exp", "seconds_per_flop": 1.0}] * 2, r"operations\[1\].*twice"),
         ("turned_bytes_per_second", 0.0, "turned_bytes_per_second"),
+        ("waits", [{"group_size": 2, "samples": [[2.0, 1.0], [1.0, 1.0]]}], r"waits\[0\]\.samples: sample 1"),
+        ("waits", [{"group_size": 2, "samples": [[1.0, 1.0]]}] * 2, r"waits\[1\].*twice"),
+        ("waits", [{"group_size": 1, "samples": [[1.0, 1.0]]}], "group_size"),
+        ("convolutions", [{"dtype": "float32", "family": "round", "samples": [[1.0, 1.0]]}], "family"),
+        (
+            "convolutions",
+            [{"dtype": "float32", "family": "dilated image", "samples": [[2.0, 1.0], [1.0, 1.0]]}],
+            r"convolutions\[0\]\.samples: sample 1",
+        ),
+        (
+            "convolutions",
+            [{"dtype": "float32", "family": "dilated image", "samples": [[1.0, 1.0]]}] * 2,
+            r"convolutions\[1\].*twice",
+        ),
     ],
 )
 def test_bad_figures_of_version_2_are_refused(field: str, value: Any, said: str, tmp_path: Path) -> None:
@@ -574,9 +594,11 @@ def _way_seconds(
     return total
 
 
-def test_a_plan_on_measured_prices_agrees_with_its_program() -> None:
+@pytest.mark.parametrize("waits", [(), (WaitCurve(8, Curve(((1e-6, 1e-5), (1e-2, 1e-3)))),)], ids=["", "waits"])
+def test_a_plan_on_measured_prices_agrees_with_its_program(waits: tuple[WaitCurve, ...]) -> None:
     model = build("mlp_nnx")
-    found = autopar.verify_plan(model.train_step, model.abstract_state(), model.abstract_batch(), cluster=local())
+    cluster = Cluster.local(profile=profile_of(waits=waits))
+    found = autopar.verify_plan(model.train_step, model.abstract_state(), model.abstract_batch(), cluster=cluster)
     assert found.agrees, str(found)
     said = next(figure for figure in found.figures if figure.what == "communication")
     # What the backend combines is predicted at the rate of large messages, and is one message in the program.
@@ -591,7 +613,7 @@ def test_everything_is_measured_on_all_devices() -> None:
     effort = Effort(
         full_bytes=(1 << 12, 1 << 16), sides=(16, 32), dtypes=("float32",), array_bytes=(1 << 12, 1 << 20),
         fresh_bytes=(1 << 16, 1 << 20), seconds=0.0, least_runs=2, streamed_bytes=1 << 21, operations=OPERATIONS[:1],
-        turned_shape=(32, 64),
+        turned_shape=(32, 64), convolutions=CONVOLUTIONS[:2], image_sides=(4, 8), work_sides=(8, 32),
     )  # fmt: skip
     said: list[str] = []
     profile = measure(effort, said.append)
@@ -608,6 +630,9 @@ def test_everything_is_measured_on_all_devices() -> None:
     assert [amount for amount, _ in profile.fresh.outputs.samples] == list(effort.fresh_bytes)
     rates = {one.primitive: one.seconds_per_flop for one in profile.operations}
     assert set(rates) == {"exp", "exp2"}
+    assert [one.family for one in profile.convolutions] == [one.family for one in effort.convolutions]
+    assert all(len(one.curve.samples) == len(effort.image_sides) for one in profile.convolutions)
+    assert [one.group_size for one in profile.waits] == [2, 4, 8]
     assert profile.turned_bytes_per_second is not None and profile.turned_bytes_per_second > 0
     assert "all-reduce of 4 KiB among 2" in said
     assert Cluster.local(profile=profile).profile is profile
@@ -616,7 +641,7 @@ def test_everything_is_measured_on_all_devices() -> None:
 def test_costly_operations_take_longer_than_cheap_ones() -> None:
     """Sorting an element takes some hundred times as long as a division: an order that no noise turns round."""
     chosen = tuple(one for one in OPERATIONS if one.primitive in ("div", "sort"))
-    bench = _Bench(jax.devices()[:1], dataclasses.replace(LEAST, least_runs=3, operations=chosen), print)
+    bench = Measuring(jax.devices()[:1], dataclasses.replace(LEAST, least_runs=3, operations=chosen), print)
     of_element = {one.primitive: one.flops_of_element() for one in chosen}
     rates = {one.primitive: one.seconds_per_flop for one in bench.operations() if one.primitive in of_element}
     assert rates["sort"] * of_element["sort"] > 5 * rates["div"] * of_element["div"]
@@ -635,7 +660,9 @@ def test_operations_are_those_they_are_named_after_and_can_be_repeated(operation
 
 def test_new_memory_costs_more_than_memory_that_is_there() -> None:
     """64 MiB that are mapped and cleared page by page take longer than to write over them: a fact that no noise hides."""
-    fresh = _Bench(jax.devices()[:1], dataclasses.replace(LEAST, fresh_bytes=(1 << 26,), least_runs=3), print).fresh()
+    fresh = Measuring(
+        jax.devices()[:1], dataclasses.replace(LEAST, fresh_bytes=(1 << 26,), least_runs=3), print
+    ).fresh()
     assert (
         fresh.outputs.at(1 << 26) > 1e-3
     )  # what new scratch costs is hidden here by loops that tests leave unoptimized

@@ -14,6 +14,7 @@ The other files of the family: ``hlo_parser`` (text to data), ``hlo_work`` (FLOP
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,11 +28,12 @@ from autopar.cost_model.hlo_collectives import (
     form_reduce_scatters,
     undo_widening,
 )
-from autopar.cost_model.hlo_parser import HloInstruction, HloModule, numpy_dtype_name, parse_module
-from autopar.cost_model.hlo_steps import bytes_of, executed_steps, flops_of, is_collective
-from autopar.cost_model.hlo_work import FlopCounter, instruction_bytes
-from autopar.cost_model.roofline import operator_seconds
+from autopar.cost_model.hlo_parser import HloComputation, HloInstruction, HloModule, numpy_dtype_name, parse_module
+from autopar.cost_model.hlo_steps import Step, bytes_of, executed_steps, flops_of, is_collective
+from autopar.cost_model.hlo_work import FlopCounter, family_of_convolution, instruction_bytes
+from autopar.cost_model.roofline import convolution_seconds, operator_seconds
 from autopar.errors import ClusterError
+from autopar.profile import ConvolutionFamily
 
 __all__ = [
     "CompiledProgram",
@@ -132,26 +134,28 @@ def step_seconds(module: HloModule, cluster: Cluster, found: Iterable[HloCollect
         )
     steps, notes = executed_steps(module)
     counter = FlopCounter(module)
-    compute_seconds = total_flops = total_bytes = 0.0
+    compute_seconds = total_flops = total_bytes = since_seconds = 0.0
+    worked_seconds: dict[str, float] = {}
     for step in steps:
         if is_collective(step.instruction):
+            worked_seconds[step.instruction.name], since_seconds = since_seconds, 0.0
             continue
-        by_dtype = counter.instruction(step.instruction, step.computation)
+        flops_by_dtype = counter.instruction(step.instruction, step.computation)
         moved = instruction_bytes(step.instruction, step.computation, module)
-        work = by_dtype.total()
-        if work or moved:
-            dtype = by_dtype.most_common(1)[0][0] if by_dtype else step.instruction.shape.dtype
-            primitive = "dot_general" if _is_product(step.instruction, module) else ""
-            seconds = operator_seconds(work, moved, numpy_dtype_name(dtype), cluster, primitive)
-            compute_seconds += step.times * seconds
-            total_flops += step.times * work
-            total_bytes += step.times * moved
+        seconds = _kernel_seconds(step, flops_by_dtype, moved, module, cluster)
+        since_seconds += seconds
+        compute_seconds += step.times * seconds
+        total_flops += step.times * flops_by_dtype.total()
+        total_bytes += step.times * moved
     ran = collectives_of(steps, module) if found is None else tuple(found)
     by_kind: dict[Collective, float] = {}
     wire: dict[Collective, float] = {}
     for collective in ran:
-        seconds = collective.count * _seconds_once(collective, cluster)
-        by_kind[collective.kind] = by_kind.get(collective.kind, 0.0) + seconds
+        seconds = _seconds_once(collective, cluster)
+        if cluster.profile is not None:
+            before = worked_seconds.get(collective.name, 0.0)
+            seconds += cluster.profile.waiting_seconds(collective.group_size, before)
+        by_kind[collective.kind] = by_kind.get(collective.kind, 0.0) + collective.count * seconds
         wire[collective.kind] = wire.get(collective.kind, 0.0) + collective.wire_bytes
     unpriced = {step.instruction.opcode for step in steps} & _UNPRICED
     notes += tuple(f"{opcode}: the time that it waits for others is not counted" for opcode in sorted(unpriced))
@@ -168,11 +172,34 @@ def step_seconds(module: HloModule, cluster: Cluster, found: Iterable[HloCollect
     )
 
 
+def _kernel_seconds(
+    step: Step, flops_by_dtype: Counter[str], bytes_read_and_written: int, module: HloModule, cluster: Cluster
+) -> float:
+    """Seconds of one run of a step that is no collective."""
+    work = flops_by_dtype.total()
+    if not (work or bytes_read_and_written):
+        return 0.0
+    dtype = flops_by_dtype.most_common(1)[0][0] if flops_by_dtype else step.instruction.shape.dtype
+    amounts = work, bytes_read_and_written, numpy_dtype_name(dtype)
+    if (family := _family(step.instruction, step.computation, module)) is not None:
+        return convolution_seconds(*amounts, family, cluster)
+    return operator_seconds(*amounts, cluster, "dot_general" if _is_product(step.instruction, module) else "")
+
+
 def _is_product(instruction: HloInstruction, module: HloModule) -> bool:
-    """Whether a kernel is a matrix product or convolution, or a fusion around one."""
+    """Whether a kernel is a matrix product, or a fusion around one."""
     if instruction.opcode == "fusion":
         return any(_is_product(inner, module) for inner in module.called(instruction, "calls")[0].instructions)
-    return instruction.opcode in ("dot", "convolution")
+    return instruction.opcode == "dot"
+
+
+def _family(instruction: HloInstruction, computation: HloComputation, module: HloModule) -> ConvolutionFamily | None:
+    """Of a convolution, or of that in a fusion."""
+    if instruction.opcode == "fusion":
+        fused = module.called(instruction, "calls")[0]
+        families = (_family(inner, fused, module) for inner in fused.instructions)
+        return next((family for family in families if family is not None), None)
+    return family_of_convolution(instruction, computation)
 
 
 def _seconds_once(collective: HloCollective, cluster: Cluster) -> float:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from autopar.cost_model.hlo_parser import HloComputation, HloInstruction, HloModule, HloShape
+from autopar.profile import ConvolutionFamily, convolution_family
 
 _ARITHMETIC_OPCODES = """
     abs add and atan2 cbrt ceil clamp compare complex cosine count-leading-zeros divide erf exponential
@@ -172,6 +173,38 @@ def _window(instruction: HloInstruction) -> Mapping[str, tuple[int, ...]]:
     """``window={size=3x3 stride=2x2 pad=0_1x0_1}`` as numbers; of a padding the low side."""
     found = re.findall(r"(\w+)=([\d_x\-]+)", instruction.attributes.get("window", ""))
     return {key: tuple(int(part.split("_")[0]) for part in value.split("x")) for key, value in found}
+
+
+def family_of_convolution(instruction: HloInstruction, computation: HloComputation) -> ConvolutionFamily | None:
+    """The family of a convolution or of a call of cuDNN; None for anything else."""
+    target = instruction.attributes.get("custom_call_target", "").strip('"')
+    if instruction.opcode != "convolution" and target not in _CUDNN_CONVOLUTION:
+        return None
+    labels = re.match(r"(\w+)_(\w+)->(\w+)", instruction.attributes["dim_labels"])
+    if labels is None:
+        return None
+    first, second = computation.operand_shapes(instruction)[:2]
+    places = {"operand 0": first, "operand 1": second, "result": _first_leaf(instruction.shape)}
+    roles = _CUDNN_CONVOLUTION.get(target, ("operand 0", "operand 1", "result"))
+    (image, window, out), marks = (places[role] for role in roles), labels.groups()
+
+    def positions(shape: HloShape, places_of: str) -> int:
+        return math.prod(extent for extent, mark in zip(shape.dims, places_of, strict=True) if mark.isdigit())
+
+    sizes = positions(window, marks[1]), positions(out, marks[2])
+    features = max(image.dims[marks[0].index("f")], out.dims[marks[2].index("f")])
+    if target.endswith("BackwardFilter"):  # the gradient is the window, and images are what it sums over
+        sizes = sizes[1], sizes[0]
+        features = max(image.dims[marks[0].index("b")], out.dims[marks[2].index("f")])
+    numbers = _window(instruction)
+    # XLA may have let image and window change places, which turns the one that is now the window round.
+    dilation = "rhs_dilate" if math.prod(numbers.get("rhs_reversal", (0,))) else "lhs_dilate"
+    return convolution_family(
+        window_positions=sizes[0],
+        result_positions=sizes[1],
+        features=features,
+        is_dilated=math.prod(numbers.get(dilation, (1,))) > 1,
+    )
 
 
 def _convolution_flops(instruction: HloInstruction, left: HloShape, kernel: HloShape, out: HloShape) -> int:

@@ -12,9 +12,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 from autopar.cluster import Cluster, Mesh
-from autopar.cost_model.roofline import operator_seconds
+from autopar.cost_model.roofline import convolution_seconds, operator_seconds
 from autopar.graph.ir import Operator, Phase, Value
 from autopar.plan import Strategy
+from autopar.profile import ConvolutionFamily, convolution_family
 from autopar.schedule.reshard import local_shape
 
 
@@ -59,6 +60,27 @@ def kernel_cost(kernel: Kernel, strategy: Strategy, mesh: Mesh, cluster: Cluster
     traffic = min(traffic, repeats * operator.bytes_moved / pieces)
     flops = operator.flops / pieces
     dtype = kernel.results[0].dtype if kernel.results else "float32"
+    if operator.primitive == "conv_general_dilated" and cluster.profile is not None:
+        family = _family(kernel, strategy, mesh)
+        return KernelCost(flops, traffic, convolution_seconds(flops, traffic, dtype, family, cluster))
     streamed = operator.phase is Phase.UPDATE
     seconds = operator_seconds(flops, traffic, dtype, cluster, operator.primitive, streamed=streamed)
     return KernelCost(flops, traffic, seconds)
+
+
+def _family(kernel: Kernel, strategy: Strategy, mesh: Mesh) -> ConvolutionFamily:
+    """Of the piece of a convolution that one device runs: cut features may be few."""
+    operator = kernel.operator
+    parameters = operator.equation.params
+    numbers = parameters["dimension_numbers"]
+    image, window = kernel.operands
+    assert image is not None and window is not None
+    (result,) = kernel.results
+    image_shape = local_shape(image.shape, strategy.operand(operator.rule, 0, mesh), mesh)
+    result_shape = local_shape(result.shape, strategy.result(operator.rule, 0, mesh), mesh)
+    return convolution_family(
+        window_positions=math.prod(window.shape[dim] for dim in numbers.rhs_spec[2:]),
+        result_positions=math.prod(result.shape[dim] for dim in numbers.out_spec[2:]),
+        features=max(image_shape[numbers.lhs_spec[1]], result_shape[numbers.out_spec[1]]),
+        is_dilated=math.prod(parameters["lhs_dilation"] or ()) > 1,
+    )

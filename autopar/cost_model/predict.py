@@ -4,13 +4,15 @@
                  + what memory costs that is new to the call (as measured, where a profile says so)
                  + copies between devices and their hosts (:mod:`autopar.cost_model.hosted`)
 
-Collectives that the backend combines (:mod:`autopar.cost_model.combine`) pay their latency once.  Nothing overlaps in this
-sum: inside one executable on CPU nothing does, and elsewhere it is an upper bound.
+Collectives that the backend combines (:mod:`autopar.cost_model.combine`) pay their latency once.  Where devices share cores,
+a profile says how long a collective waits for the last of its group, by the work since the collective before.  Nothing
+overlaps in this sum: inside one executable on CPU nothing does, and elsewhere it is an upper bound.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autopar.cluster import Cluster
@@ -44,7 +46,7 @@ def predict(
 ) -> Prediction:
     """Price a program; ``memory`` is what :mod:`autopar.cost_model.memory` says of it, ``arrays`` are its own, if known."""
     runs = run_costs(program, fusion, cluster)
-    collectives = tuple(collectives_of(program, cluster, arrays))
+    collectives = tuple(collectives_of(program, cluster, arrays, runs))
     communication = sum(use.seconds for use in collectives)
     return Prediction(
         compute_seconds=sum(run.seconds for run in runs),
@@ -86,9 +88,15 @@ def run_costs(program: SpmdProgram, fusion: Fusion, cluster: Cluster) -> list[Ru
     return found
 
 
-def collectives_of(program: SpmdProgram, cluster: Cluster, arrays: Arrays | None = None) -> list[CollectiveUse]:
-    """Every collective of a step, in program order; ``arrays`` are those of the program, if they are known already."""
+def collectives_of(
+    program: SpmdProgram, cluster: Cluster, arrays: Arrays | None = None, runs: Iterable[RunCost] = ()
+) -> list[CollectiveUse]:
+    """Every collective of a step, in program order; ``arrays`` are those of the program, if they are known already.
+
+    With the costs of its ``runs`` (:func:`run_costs`) what they wait for devices that work is part of their seconds.
+    """
     found = []
+    waits = _Waits(cluster, runs)
     mesh = program.mesh
     platform = cluster.device.platform
     arrays = arrays or arrays_of(program, (), platform.value)
@@ -97,7 +105,8 @@ def collectives_of(program: SpmdProgram, cluster: Cluster, arrays: Arrays | None
     turning = turning_points(program.graph)
     for step, trips in program.all_steps():
         if isinstance(step, Run):
-            found.extend(_extremes(step, program, cluster, trips))
+            waits.work(step, trips)
+            found.extend(_extremes(step, program, cluster, trips, waits))
             continue
         value = program.values[step.source.value]
         layout = step.source.layout
@@ -110,6 +119,7 @@ def collectives_of(program: SpmdProgram, cluster: Cluster, arrays: Arrays | None
                 seconds = move_seconds(move, layout, sent_bytes, mesh, cluster, joins=joins)
                 order = order_of(value.shape, turning.get(value.id))
                 seconds += copy_seconds(move, layout, sent_bytes, mesh, cluster, order)
+                seconds += 0.0 if joins else waits.wait(mesh.axis_size(*move.axes))
                 wire = wire_bytes(kind, full, mesh.axis_size(*move.axes))
                 phase = step.cause.phase if step.cause else Phase.UPDATE
                 origin = f"{step.cause.primitive} at {step.cause.source}" if step.cause else "result of the step"
@@ -130,7 +140,26 @@ def collectives_of(program: SpmdProgram, cluster: Cluster, arrays: Arrays | None
     return found
 
 
-def _extremes(step: Run, program: SpmdProgram, cluster: Cluster, trips: int) -> list[CollectiveUse]:
+class _Waits:
+    """How much all devices have worked since the collective before, on the way through a program."""
+
+    def __init__(self, cluster: Cluster, runs: Iterable[RunCost]) -> None:
+        self._profile = cluster.profile
+        self._runs = iter(runs)
+        self._worked_seconds = 0.0
+
+    def work(self, step: Run, trips: int) -> None:
+        """An operator of the program; loops are met as what runs in them, once."""
+        if not step.bodies and (cost := next(self._runs, None)) is not None:
+            self._worked_seconds += cost.seconds / trips
+
+    def wait(self, group_size: int) -> float:
+        """Seconds that a collective in groups of that size waits here."""
+        worked, self._worked_seconds = self._worked_seconds, 0.0
+        return 0.0 if self._profile is None else self._profile.waiting_seconds(group_size, worked)
+
+
+def _extremes(step: Run, program: SpmdProgram, cluster: Cluster, trips: int, waits: _Waits) -> list[CollectiveUse]:
     """All-reduces by max or min that belong to an operator itself."""
     mesh = program.mesh
     if not (axes := step.extreme_axes(mesh)):
@@ -141,6 +170,7 @@ def _extremes(step: Run, program: SpmdProgram, cluster: Cluster, trips: int) -> 
         itemsize_bytes = wire_itemsize_bytes(value, cluster.device.platform, extreme=True)
         full = float(itemsize_bytes * math.prod(local_shape(value.shape, buffer.layout, mesh)))
         seconds = collective_seconds(Collective.ALL_REDUCE, full, axes, mesh, cluster)
+        seconds += waits.wait(mesh.axis_size(*axes))
         wire = wire_bytes(Collective.ALL_REDUCE, full, mesh.axis_size(*axes))
         origin = f"{step.operator.primitive} at {step.operator.source}"
         found.append(

@@ -7,7 +7,8 @@ The roofline (Williams, Waterman and Patterson, 2009): it computes and moves byt
 with ``F`` the matrix-product throughput for the dtype and ``M`` the memory bandwidth of *one* device of the cluster,
 both as they are when all devices work at once.  Where the cluster carries a profile, measured seconds stand instead:
 
-    FLOPs / F     of a matrix product: as of its family of shapes; of another primitive: its own rate, if it was measured
+    FLOPs / F     of a matrix product or a convolution: as of its family of shapes; of another primitive: its own rate, if it
+                  was measured
     bytes / M     as of a kernel that reads what others have just left, or, ``streamed``, what left the caches long ago;
                   the cost of starting a kernel included
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from autopar.cluster import Cluster
 from autopar.errors import ClusterError
+from autopar.profile import ConvolutionFamily
 
 PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
 """Primitives that the matrix units run."""
@@ -44,3 +46,14 @@ def operator_seconds(
     return max(
         compute_seconds if measured is None else measured, profile.memory_seconds(bytes_moved, streamed=streamed)
     )
+
+
+def convolution_seconds(
+    flops: float, bytes_moved: float, dtype: str, family: ConvolutionFamily, cluster: Cluster
+) -> float:
+    """Seconds of a convolution per device, as :func:`operator_seconds`; where its family was measured, by that curve."""
+    profile = cluster.profile
+    measured = None if profile is None else profile.convolution_seconds(flops, family, dtype)
+    if profile is None or measured is None:
+        return operator_seconds(flops, bytes_moved, dtype, cluster, "conv_general_dilated")
+    return max(measured, profile.memory_seconds(bytes_moved, streamed=False))

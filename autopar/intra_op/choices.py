@@ -24,7 +24,7 @@ from autopar.cluster import Cluster, Mesh
 from autopar.cost_model.collectives import Collective, axes_cost, wire_bytes
 from autopar.cost_model.kernels import kernel_cost
 from autopar.cost_model.reshard import reshard_table
-from autopar.cost_model.roofline import operator_seconds
+from autopar.cost_model.roofline import PRODUCTS, operator_seconds
 from autopar.errors import PlanError
 from autopar.graph.ir import FactorKind, Rule
 from autopar.intra_op.alike import ClassEdge, Quotient
@@ -99,11 +99,44 @@ def choices_on(
         else:
             strategies = strategies_of(node, mesh)
             options.append(strategies)
-            seconds.append(_strategy_seconds(node, strategies, mesh, cluster) * len(members))
+            work = [kernel_cost(node.kernel, strategy, mesh, cluster).seconds for strategy in strategies]
+            seconds.append(np.array(work) * (node.trips * len(members)))
     choices = Choices(mesh, options, seconds, {})
+    waiting = _after_work(cluster, _work_between_products(problem, quotient, seconds))
+    for number, members in enumerate(quotient.members):
+        node = problem.nodes[members[0]]
+        if isinstance(node, OperatorNode):
+            sent = [_immediate_seconds(node, strategy, mesh, waiting) for strategy in strategies_of(node, mesh)]
+            seconds[number] = seconds[number] + np.array(sent) * (node.trips * len(members))
     for edge, weight in quotient.edges.items():
-        _add_edge(problem, quotient, choices, edge, weight, cluster)
+        _add_edge(problem, quotient, choices, edge, weight, waiting)
     return choices
+
+
+def _work_between_products(problem: Problem, quotient: Quotient, seconds: Sequence[np.ndarray]) -> float:
+    """Seconds between one product and the next if all is cut as finely as it can be: about where collectives will stand."""
+    products = 0
+    for members in quotient.members:
+        node = problem.nodes[members[0]]
+        if isinstance(node, OperatorNode) and node.operator.primitive in PRODUCTS:
+            products += node.trips * len(members)
+    return sum(float(of_class.min()) for of_class in seconds) / max(products, 1)
+
+
+def _after_work(cluster: Cluster, seconds: float) -> Cluster:
+    """The cluster with prices of collectives that stand so much work apart.
+
+    To a power of two: prices of a collective are kept by cluster.
+    """
+    if cluster.profile is None or not cluster.profile.waits or seconds <= 0:
+        return cluster
+    return _waiting(cluster, round(math.log2(seconds)))
+
+
+@cache
+def _waiting(cluster: Cluster, power: int) -> Cluster:
+    assert cluster.profile is not None
+    return cluster.with_profile(cluster.profile.after(2.0**power))
 
 
 def _value_options(node: ValueNode, mesh: Mesh, allowed: frozenset[Layout] | None) -> list[Layout]:
@@ -172,14 +205,6 @@ def cuttable_factors(rule: Rule) -> list[int]:
         for number, factor in enumerate(rule.factors)
         if factor.kind is not FactorKind.BLOCKED and factor.size > 1 and number not in minor
     ]
-
-
-def _strategy_seconds(node: OperatorNode, strategies: list[Strategy], mesh: Mesh, cluster: Cluster) -> np.ndarray:
-    seconds = [
-        kernel_cost(node.kernel, strategy, mesh, cluster).seconds + _immediate_seconds(node, strategy, mesh, cluster)
-        for strategy in strategies
-    ]
-    return np.array(seconds) * node.trips
 
 
 def _immediate_seconds(node: OperatorNode, strategy: Strategy, mesh: Mesh, cluster: Cluster) -> float:

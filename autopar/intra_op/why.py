@@ -256,7 +256,8 @@ def _prices(program: SpmdProgram, question: Question) -> defaultdict[tuple[str, 
 
 
 def _priced(program: SpmdProgram, question: Question) -> Iterator[tuple[tuple[str, Axes, str], float]]:
-    for run in run_costs(program, question.found.problem.fusion, question.cluster):
+    runs = run_costs(program, question.found.problem.fusion, question.cluster)
+    for run in runs:
         yield (run.operator.primitive, (), run.operator.phase.value), run.seconds
-    for use in collectives_of(program, question.cluster):
+    for use in collectives_of(program, question.cluster, runs=runs):
         yield (use.kind, use.axes, use.phase), use.seconds

@@ -1,0 +1,70 @@
+"""How is something repeated on all devices of this process at once, and timed?
+
+Two programs, in both of which each repetition waits for the one before:
+
+    unrolled    a chain of L links; the cost of a call drops out of (chain of L − chain of 1) / (L − 1)
+    looped      a loop whose number of trips is an argument, for kernels that would be fused into one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from autopar.timing import Timer
+
+SPEC = PartitionSpec(("other", "group"))
+"""The first dimension over all devices of a mesh of :class:`Bench`."""
+
+
+class Bench:
+    """Devices, and how carefully they are timed."""
+
+    def __init__(self, devices: Sequence[Any], timer: Timer) -> None:
+        self.devices = list(devices)
+        self.timer = timer
+
+    def mesh(self, group_size: int) -> jax.sharding.Mesh:
+        """All devices in groups of so many neighbours."""
+        grid = np.array(self.devices).reshape(-1, group_size)
+        return jax.sharding.Mesh(grid, ("other", "group"), axis_types=(AxisType.Auto,) * 2)
+
+    def spread(self, shape: tuple[int, ...], mesh: jax.sharding.Mesh, dtype: Any = np.float32) -> jax.Array:
+        """Zeros (of which sums stay finite), so many on each device."""
+        return spread(np.zeros((shape[0] * len(self.devices), *shape[1:]), dtype), mesh)
+
+    def loop_seconds(self, trip: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, trips: int) -> float:
+        """Seconds of one trip on each device: ``trip`` makes, of its number and an array, the next array."""
+        mesh = self.mesh(1)
+
+        def loop(count: jax.Array, value: jax.Array) -> jax.Array:
+            return lax.fori_loop(0, count, trip, value)
+
+        local = jax.shard_map(loop, mesh=mesh, in_specs=(PartitionSpec(), SPEC), out_specs=SPEC, check_vma=False)
+        counts = [jax.device_put(np.int32(count), NamedSharding(mesh, PartitionSpec())) for count in (1, trips + 1)]
+        compiled = jax.jit(local).lower(counts[0], x).compile()
+        return self.timer.difference(*(lambda count=count: compiled(count, x) for count in counts), extra=trips)
+
+
+def spread(array: Any, mesh: jax.sharding.Mesh) -> jax.Array:
+    """An array, its first dimension over all devices."""
+    return jax.device_put(array, NamedSharding(mesh, SPEC))
+
+
+def unrolled(
+    link: Callable[..., jax.Array], length: int, mesh: jax.sharding.Mesh, arguments: tuple[jax.Array, ...]
+) -> Any:
+    """A compiled chain: ``link`` of its own result, the other arguments the same each time."""
+
+    def chain(value: jax.Array, *others: jax.Array) -> jax.Array:
+        for _ in range(length):
+            value = link(value, *others)
+        return value
+
+    local = jax.shard_map(chain, mesh=mesh, in_specs=(SPEC,) * len(arguments), out_specs=SPEC, check_vma=False)
+    return jax.jit(local).lower(*arguments).compile()

@@ -1,0 +1,74 @@
+"""Which convolutions does a profile hold curves of, and how is one of each family made?
+
+With ``n`` images of ``s × s`` positions and ``c`` features, of which as many are made, and windows of ``w × w``, the families
+of :class:`autopar.profile.ConvolutionFamily` are those that a layer and its gradients run:
+
+    a convolution                  2·n·s²·w²·c² FLOPs, a window as small as it is written
+    its gradient of the weights    as many, with an image of all positions as the window
+
+and the same of a transposed convolution, whose image is dilated: window and stride 2, n·s²·2²·c² multiplications.  The
+gradient of the input is a convolution of the first kind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+from jax import lax
+
+from autopar.profile import FEW_FEATURES, ConvolutionFamily
+
+IMAGES, MANY_FEATURES = 2, 64
+_DIMENSIONS = ("NHWC", "HWIO", "NHWC")
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A family, and what was chosen of its members: ``features`` in and out; whether it is of a transposed convolution."""
+
+    family: ConvolutionFamily
+    features: int
+    transposed: bool = False
+    of_weights: bool = False
+    """The gradient of the weights, whose operands are image and result."""
+
+    @property
+    def window(self) -> int:
+        """Positions along a side of the layer's window."""
+        return 2 if self.transposed else 3
+
+    def shapes(self, side: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of the operands, for images of so many positions along a side."""
+        image = (IMAGES, side, side, self.features)
+        if not self.of_weights:
+            return image, (self.window, self.window, self.features, self.features)
+        result_side = 2 * side if self.transposed else side
+        return image, (IMAGES, result_side, result_side, self.features)
+
+    def flops(self, side: int) -> float:
+        """FLOPs of one, a multiply-add counted as two; holes are not multiplied."""
+        return 2.0 * IMAGES * side**2 * self.window**2 * self.features**2
+
+    def apply(self, image: jax.Array, other: jax.Array) -> jax.Array:
+        """The layer of ``other`` as its weights, or the weights' gradient where ``other`` is that of the result."""
+        if not self.of_weights:
+            return self._layer(image, other)
+        weights = jax.ShapeDtypeStruct((self.window, self.window, self.features, self.features), image.dtype)
+        (gradient,) = jax.linear_transpose(lambda kernel: self._layer(image, kernel), weights)(other)
+        return gradient
+
+    def _layer(self, image: jax.Array, weights: jax.Array) -> jax.Array:
+        if self.transposed:
+            return lax.conv_transpose(image, weights, (2, 2), "SAME", dimension_numbers=_DIMENSIONS)
+        return lax.conv_general_dilated(image, weights, (1, 1), "SAME", dimension_numbers=_DIMENSIONS)
+
+
+CONVOLUTIONS = (
+    Convolution(ConvolutionFamily.FEW_FEATURES, FEW_FEATURES),
+    Convolution(ConvolutionFamily.MANY_FEATURES, MANY_FEATURES),
+    Convolution(ConvolutionFamily.DILATED, MANY_FEATURES, transposed=True),
+    Convolution(ConvolutionFamily.LARGE_FEW_FEATURES, FEW_FEATURES, of_weights=True),
+    Convolution(ConvolutionFamily.LARGE_MANY_FEATURES, MANY_FEATURES, of_weights=True),
+    Convolution(ConvolutionFamily.LARGE_DILATED, MANY_FEATURES, transposed=True, of_weights=True),
+)

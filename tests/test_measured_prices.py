@@ -1,0 +1,233 @@
+"""Prices that only a profile knows: convolutions by family, and how devices that share cores wait for one another."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import autopar
+from autopar.bench import Bench
+from autopar.cluster import Cluster
+from autopar.cost_model.hlo import step_seconds
+from autopar.cost_model.hlo_parser import parse_module
+from autopar.cost_model.hlo_work import family_of_convolution
+from autopar.cost_model.predict import run_costs
+from autopar.graph.flops import flops_of
+from autopar.graph.fusion import fuse
+from autopar.measure import FULL
+from autopar.measured_collectives import collective_seconds, waiting_seconds
+from autopar.measured_convolutions import CONVOLUTIONS, Convolution
+from autopar.profile import ConvolutionCurve, ConvolutionFamily, Curve, Profile, WaitCurve, convolution_family
+from autopar.profile_file import load_profile, save_profile
+from autopar.timing import Timer
+from tests.test_profile import profile_of
+
+DIMENSIONS = ("NHWC", "HWIO", "NHWC")
+CONVOLUTION_CURVES = tuple(
+    ConvolutionCurve("float32", family, Curve(((1e3, 1e-3 * (number + 1)), (1e6, 1.0 * (number + 1)))))
+    for number, family in enumerate(
+        reversed(ConvolutionFamily)
+    )  # few features are dear, so nobody cuts features for them
+)
+ALWAYS = 0.25
+"""Seconds that every collective of :data:`EVEN` waits."""
+EVEN = tuple(WaitCurve(size, Curve(((1e-6, ALWAYS), (1e3, ALWAYS)))) for size in (2, 4, 8))
+GROWING = tuple(WaitCurve(size, Curve(((1e-6, 1e-6), (1.0, 1.0)))) for size in (2, 4, 8))
+
+
+def test_a_profile_with_all_of_it_survives_its_file(tmp_path: Any) -> None:
+    full = profile_of(convolutions=CONVOLUTION_CURVES, waits=GROWING)
+    save_profile(full, tmp_path / "profile.json")
+    assert load_profile(tmp_path / "profile.json") == full
+
+
+# -------------------------------------------------------------------------------------------------------- convolutions
+
+
+def family_of_equation(equation: Any) -> ConvolutionFamily:
+    numbers = equation.params["dimension_numbers"]
+    image, window = (var.aval.shape for var in equation.invars)
+    result = equation.outvars[0].aval.shape
+    return convolution_family(
+        window_positions=math.prod(window[dim] for dim in numbers.rhs_spec[2:]),
+        result_positions=math.prod(result[dim] for dim in numbers.out_spec[2:]),
+        features=max(image[numbers.lhs_spec[1]], result[numbers.out_spec[1]]),
+        is_dilated=math.prod(equation.params["lhs_dilation"]) > 1,
+    )
+
+
+def test_every_family_is_measured_once() -> None:
+    assert sorted(one.family.value for one in CONVOLUTIONS) == sorted(family.value for family in ConvolutionFamily)
+
+
+@pytest.mark.parametrize("convolution", CONVOLUTIONS, ids=lambda one: one.family.value)
+def test_measured_convolutions_are_of_their_family_and_of_so_many_flops(convolution: Convolution) -> None:
+    for side in FULL.image_sides:
+        arguments = (jax.ShapeDtypeStruct(shape, "float32") for shape in convolution.shapes(side))
+        equations = [
+            equation
+            for equation in jax.make_jaxpr(convolution.apply)(*arguments).eqns
+            if equation.primitive.name == "conv_general_dilated"
+        ]
+        assert len(equations) == 1
+        assert family_of_equation(equations[0]) is convolution.family
+        assert flops_of(equations[0]) == convolution.flops(side)
+
+
+def convolutional_step(weights: tuple[jax.Array, ...], images: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """A narrow layer, a wide one, and a transposed one, with the gradients of all their weights."""
+
+    def loss_of(weights: tuple[jax.Array, ...]) -> jax.Array:
+        narrow, wide, up = weights
+        layer = partial(lax.conv_general_dilated, window_strides=(1, 1), padding="SAME", dimension_numbers=DIMENSIONS)
+        x = layer(layer(images, narrow), wide)
+        return jnp.mean(lax.conv_transpose(x, up, (2, 2), "SAME", dimension_numbers=DIMENSIONS) ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_of)(weights)
+    return tuple(w - 0.1 * g for w, g in zip(weights, gradients, strict=True)), loss
+
+
+WEIGHTS = tuple(jax.ShapeDtypeStruct(shape, "float32") for shape in ((3, 3, 8, 16), (3, 3, 16, 32), (2, 2, 32, 32)))
+IMAGES = jax.ShapeDtypeStruct((16, 16, 16, 8), "float32")
+FAMILIES = {
+    ConvolutionFamily.FEW_FEATURES: 1,  # the narrow layer; the gradient of the images is not asked for
+    ConvolutionFamily.MANY_FEATURES: 3,  # the wide layer, the gradient of its input, that of the transposed layer's
+    ConvolutionFamily.DILATED: 1,
+    ConvolutionFamily.LARGE_FEW_FEATURES: 1,
+    ConvolutionFamily.LARGE_MANY_FEATURES: 1,
+    ConvolutionFamily.LARGE_DILATED: 1,
+}
+
+
+def test_layers_and_their_gradients_are_priced_by_their_families() -> None:
+    cluster = Cluster.local(profile=profile_of(convolutions=CONVOLUTION_CURVES))
+    compiled = autopar.parallelize(convolutional_step, cluster=cluster, method="data_parallel").compile(WEIGHTS, IMAGES)
+    curves = {one.family: one.curve for one in CONVOLUTION_CURVES}
+    runs = run_costs(compiled.program, fuse(compiled.subject.graph), cluster)
+    found = []
+    for run in runs:
+        if run.operator.primitive == "conv_general_dilated":
+            found += [family for family, curve in curves.items() if run.seconds == curve.at(run.flops)]
+    assert Counter(found) == FAMILIES
+
+
+def test_pieces_of_a_wide_layer_may_be_narrow() -> None:
+    """Cut eightfold, 32 features are four on each device."""
+    few, many = ConvolutionFamily.FEW_FEATURES, ConvolutionFamily.MANY_FEATURES
+    curves = {few: Curve(((1e6, 1e-3),)), many: Curve(((1e6, 2e-3),))}
+    profile = profile_of(convolutions=tuple(ConvolutionCurve("float32", *one) for one in curves.items()))
+    layer = partial(lax.conv_general_dilated, window_strides=(1, 1), padding="SAME", dimension_numbers=DIMENSIONS)
+    cut = PartitionSpec(None, None, None, "data")
+    cluster = Cluster.local(profile=profile)
+    made = autopar.parallelize(
+        lambda weights, image: layer(image, weights),
+        cluster=cluster,
+        mesh_shape=(8,),
+        constraints={"weights": cut},
+        batch_argnums=(),
+    ).compile(jax.ShapeDtypeStruct((3, 3, 8, 32), "float32"), jax.ShapeDtypeStruct((1, 16, 16, 8), "float32"))
+    (run,) = run_costs(made.program, fuse(made.subject.graph), cluster)
+    assert run.seconds == curves[few].at(run.flops)
+    assert family_of_equation(run.operator.equation) is many
+
+
+def test_families_of_compiled_convolutions_are_those_of_the_program() -> None:
+    text = jax.jit(convolutional_step).lower(WEIGHTS, IMAGES).compile().as_text()
+    found = Counter(
+        family
+        for computation in parse_module(text).computations.values()
+        for instruction in computation.instructions
+        if (family := family_of_convolution(instruction, computation)) is not None
+    )
+    assert found == FAMILIES
+
+
+# --------------------------------------------------------------------------------------------------------------- waits
+
+
+def two_products(weights: tuple[jax.Array, jax.Array], x: jax.Array) -> jax.Array:
+    """Linear in the second, so that partial sums of it wait until they are one number."""
+    return (jnp.tanh(x @ weights[0]) @ weights[1]).sum()
+
+
+TWO = jax.ShapeDtypeStruct((64, 512), "float32"), jax.ShapeDtypeStruct((512, 64), "float32")
+ROWS = jax.ShapeDtypeStruct((32, 64), "float32")
+
+
+def megatron(profile: Profile) -> Any:
+    """Two products, cut over their inner dimension: one all-reduce."""
+    cut = {"weights/0": PartitionSpec(None, "data"), "weights/1": PartitionSpec("data", None)}
+    step = autopar.parallelize(
+        two_products,
+        cluster=Cluster.local(profile=profile),
+        mesh_shape=(8,),
+        constraints=cut,
+        batch_argnums=(),
+    )
+    return step.compile(TWO, ROWS)
+
+
+def test_a_collective_waits_by_the_work_before_it() -> None:
+    plain, even, growing = (megatron(profile_of(waits=waits)).plan.prediction for waits in ((), EVEN, GROWING))
+    assert [use.kind for use in plain.collectives] == ["all-reduce"]
+    assert even.communication_seconds - plain.communication_seconds == pytest.approx(ALWAYS)
+    waited = growing.communication_seconds - plain.communication_seconds
+    assert waited == pytest.approx(plain.compute_seconds, rel=0.03)  # almost all of the step's work lies before it
+    assert even.compute_seconds == plain.compute_seconds
+
+
+def test_waits_of_the_compiled_program_are_those_of_the_plan() -> None:
+    compiled = megatron(profile_of(waits=EVEN))
+    module = parse_module(compiled.as_text())
+    plain, even = (
+        step_seconds(module, Cluster.local(profile=profile_of(waits=waits))).communication_seconds
+        for waits in ((), EVEN)
+    )
+    assert even - plain == pytest.approx(ALWAYS)
+
+
+def test_the_planner_counts_on_waits() -> None:
+    """Where each collective waits a quarter of a second, it is cheaper to do all the work everywhere."""
+    large = tuple(jax.ShapeDtypeStruct(shape, "float32") for shape in ((2048, 2048), (2048, 64)))
+
+    def uses(profile: Profile) -> tuple[Any, ...]:
+        step = autopar.parallelize(
+            two_products, cluster=Cluster.local(profile=profile), mesh_shape=(8,), batch_argnums=()
+        )
+        return step.plan(large, jax.ShapeDtypeStruct((64, 2048), "float32")).prediction.collectives
+
+    assert uses(profile_of())
+    assert not uses(profile_of(waits=EVEN))
+
+
+def test_a_profile_after_work_has_the_waiting_in_its_curves() -> None:
+    profile = profile_of(waits=GROWING)
+    after = profile.after(0.5)
+    assert not after.waits
+    for one, raised in zip(profile.collectives, after.collectives, strict=True):
+        waited = profile.waiting_seconds(one.group_size, 0.5)
+        assert raised.curve.at(5e3) == pytest.approx(one.curve.at(5e3) + waited)
+    assert profile_of().after(0.5) == profile_of()
+    assert {one.group_size for one in profile.of_part(4).waits} == {2, 4}
+
+
+# ------------------------------------------------------------------------------------------------------------ measuring
+
+
+@pytest.mark.verify
+def test_devices_that_share_cores_wait_longer_after_more_work() -> None:
+    """An order that no noise turns round: 1.2 ms against 0.2 when it was looked up."""
+    bench = Bench(jax.devices(), Timer(0.2, 5))
+    after = waiting_seconds(bench, 8, (16, 512))
+    little, much = sorted(after)
+    assert much > 20 * little
+    soon = collective_seconds(bench, autopar.cost_model.collectives.Collective.ALL_REDUCE, 8, 1024, 16)
+    assert after[much] > soon
