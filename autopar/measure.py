@@ -85,10 +85,10 @@ class Effort:
     operations: tuple[Operation, ...] = OPERATIONS
     convolutions: tuple[Convolution, ...] = CONVOLUTIONS
     image_sides: tuple[int, ...] = (4, 8, 16, 32)
+    """Of convolutions' square images."""
     work_sides: tuple[int, ...] = (64, 128, 192, 512)
     """Of two square products between collectives of devices that share cores: by the first the curves are measured, by all
     of them the waits."""
-    """Of convolutions' square images."""
     turned_shape: tuple[int, int] = (512, 2048)
     """Of a float32 matrix that is copied into another order."""
 
