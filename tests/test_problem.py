@@ -25,7 +25,7 @@ from autopar.graph.tracing import trace
 from autopar.intra_op.alike import Quotient, merge_alike
 from autopar.intra_op.choices import Choices, choices_on
 from autopar.intra_op.extract import stage_of
-from autopar.intra_op.ilp import solve
+from autopar.intra_op.ilp import RELATIVE_GAP, solve
 from autopar.intra_op.model import Model
 from autopar.intra_op.problem import Edge, Problem, ValueNode, gathering_carries, state_problem
 from autopar.plan import Layout, Strategy
@@ -65,7 +65,8 @@ def check(graph: Graph, pairs: tuple[tuple[int, int], ...], mesh: Mesh, cluster:
         return False
     problem = state_problem(graph, pairs)
     found = optimum(choices_on(problem, each_alone(problem), mesh, cluster, {}))
-    assert found == pytest.approx(expected, rel=1e-9)
+    # Never less than the least; more by no more than the solver's promise, within which lie ties that memory should break.
+    assert expected * (1 - 1e-9) <= found <= expected * (1 + RELATIVE_GAP)
     return True
 
 
