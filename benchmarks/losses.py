@@ -53,7 +53,7 @@ def main() -> int:
     with jax.enable_x64(True):
         for name in arguments.models:
             curves[name] = curves_of(build(name, arguments.size, dtype="float64"), arguments.steps)
-            print(f"{name}: trained by {len(curves[name])} steps")
+            print(f"{name}: trained", flush=True)
     Console(width=130).print(table(curves))
     apart = [
         f"{name}, {method}"
