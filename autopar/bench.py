@@ -18,6 +18,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from autopar.timing import Timer
 
+CHAIN = 9
+"""Links of a chain, unless said otherwise."""
 SPEC = PartitionSpec(("other", "group"))
 """The first dimension over all devices of a mesh of :class:`Bench`."""
 
@@ -38,6 +40,27 @@ class Bench:
         """Zeros (of which sums stay finite), so many on each device."""
         return spread(np.zeros((shape[0] * len(self.devices), *shape[1:]), dtype), mesh)
 
+    def chain_seconds(
+        self,
+        link: Callable[..., jax.Array],
+        mesh: jax.sharding.Mesh,
+        arguments: tuple[jax.Array, ...],
+        *,
+        links: int = CHAIN,
+        of_a_link: int = 1,
+        check: Callable[[int, str], None] | None = None,
+    ) -> float:
+        """Seconds of one of the ``of_a_link`` things that a link does, of its own result; other arguments stay the same.
+
+        ``check`` is told the length of each chain and its compiled text.
+        """
+        chains = [_unrolled(link, length, mesh, arguments) for length in (1, links)]
+        if check is not None:
+            for length, chain in zip((1, links), chains, strict=True):
+                check(length, chain.as_text())
+        calls = (lambda chain=chain: chain(*arguments) for chain in chains)
+        return self.timer.difference(*calls, extra=(links - 1) * of_a_link)
+
     def loop_seconds(self, trip: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, trips: int) -> float:
         """Seconds of one trip on each device: ``trip`` makes, of its number and an array, the next array."""
         mesh = self.mesh(1)
@@ -56,7 +79,7 @@ def spread(array: Any, mesh: jax.sharding.Mesh) -> jax.Array:
     return jax.device_put(array, NamedSharding(mesh, SPEC))
 
 
-def unrolled(
+def _unrolled(
     link: Callable[..., jax.Array], length: int, mesh: jax.sharding.Mesh, arguments: tuple[jax.Array, ...]
 ) -> Any:
     """A compiled chain: ``link`` of its own result, the other arguments the same each time."""

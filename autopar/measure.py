@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autopar.bench import SPEC, Bench, spread, unrolled
+from autopar.bench import CHAIN, SPEC, Bench, spread
 from autopar.cluster import Cluster, Platform
 from autopar.cost_model.collectives import Collective, wire_bytes
 from autopar.errors import ClusterError
@@ -47,7 +47,6 @@ from autopar.profile import (
 from autopar.profile_file import machine_name
 from autopar.timing import LEAST_SECONDS, Timer
 
-CHAIN = 9
 CALL_ARGUMENTS = 64
 """About as many arrays as an executable of a pipeline is given."""
 ALONE_SIDE = 512
@@ -145,7 +144,7 @@ def measure(effort: Effort = FULL, say: Callable[[str], None] = lambda message: 
 
 
 class Measuring:
-    """The devices, and how carefully they are timed."""
+    """The figures of a profile, one kind after the other."""
 
     def __init__(self, devices: Sequence[Any], effort: Effort, say: Callable[[str], None]) -> None:
         self._bench = Bench(devices, Timer(effort.seconds, effort.least_runs))
@@ -292,11 +291,9 @@ class Measuring:
                 product = value @ right
                 return product if inner == side else product @ value
 
-            lengths = (1, CHAIN if inner == side else (CHAIN + 1) // 2)
-            chains = [unrolled(link, length, mesh, (x, w)) for length in lengths]
-            of_a_link = 1 if inner == side else 2
-            extra = (lengths[1] - lengths[0]) * of_a_link
-            return self._bench.timer.difference(*(lambda chain=chain: chain(x, w) for chain in chains), extra=extra)
+            if inner == side:
+                return self._bench.chain_seconds(link, mesh, (x, w))
+            return self._bench.chain_seconds(link, mesh, (x, w), links=(CHAIN + 1) // 2, of_a_link=2)
 
     def _convolution_seconds(self, convolution: Convolution, side: int) -> float:
         """Seconds of one convolution of float32 on each device; each waits for a number of the one before."""
@@ -307,10 +304,7 @@ class Measuring:
             result = lax.optimization_barrier(convolution.apply(image, other))
             return image + result[(0,) * result.ndim]
 
-        chains = [unrolled(link, length, mesh, tuple(operands)) for length in (1, CHAIN)]
-        return self._bench.timer.difference(
-            *(lambda chain=chain: chain(*operands) for chain in chains), extra=CHAIN - 1
-        )
+        return self._bench.chain_seconds(link, mesh, tuple(operands))
 
     def _trip_seconds(self, elements: int, trips: int, pieces: int) -> float:
         """Seconds of one trip of a loop around one elementwise kernel on so many float32 on each device.

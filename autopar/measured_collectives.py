@@ -22,14 +22,14 @@ from typing import Any
 import jax
 from jax import lax
 
-from autopar.bench import SPEC, Bench, unrolled
+from autopar.bench import SPEC, Bench
 from autopar.cluster import Platform
 from autopar.cost_model.collectives import Collective
 from autopar.errors import ClusterError
 from autopar.timing import LEAST_SECONDS
 
-CHAIN, WORKED_CHAIN = 9, 17
-"""Links of a chain of collectives alone, and of one between products."""
+WORKED_CHAIN = 17
+"""Links of a chain of collectives between products."""
 WAITING_ELEMENTS = 1024
 """Of float32 on each device, in the collectives of which waits are measured."""
 
@@ -55,10 +55,9 @@ def collective_seconds(bench: Bench, kind: Collective, group_size: int, elements
     mesh = bench.mesh(group_size)
     x = bench.spread((elements,), mesh)
     link = _LINKS[kind]
-    chains = [unrolled(lambda value: link(value, group_size), length, mesh, (x,)) for length in (1, CHAIN)]
-    for length, chain in zip((1, CHAIN), chains, strict=True):
-        _check_count(kind, length, chain.as_text())
-    return bench.timer.difference(*(lambda chain=chain: chain(x) for chain in chains), extra=CHAIN - 1)
+    return bench.chain_seconds(
+        lambda value: link(value, group_size), mesh, (x,), check=lambda length, text: _check_count(kind, length, text)
+    )
 
 
 def waiting_seconds(bench: Bench, group_size: int, work_sides: tuple[int, ...]) -> dict[float, float]:

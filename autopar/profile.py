@@ -301,10 +301,8 @@ class Profile:
 
     def waiting_seconds(self, group_size: int, work_seconds: float) -> float:
         """What a collective after so much work takes longer; group sizes as for :meth:`collective`."""
-        if not self.waits:
-            return 0.0
-        nearest = min(self.waits, key=lambda one: abs(1 / one.group_size - 1 / group_size))
-        return nearest.curve.at(work_seconds)
+        sizes = {one.group_size: one.curve for one in self.waits}
+        return sizes[_nearest(sizes, group_size)].at(work_seconds) if sizes else 0.0
 
     def after(self, work_seconds: float) -> Profile:
         """The same for collectives that all stand so much work apart, the waiting in their curves."""
@@ -319,7 +317,7 @@ class Profile:
         sizes = {one.group_size: one.curve for one in self.collectives if one.kind == kind}
         if not sizes:
             return None
-        return sizes[min(sizes, key=lambda size: abs(1 / size - 1 / group_size))]
+        return sizes[_nearest(sizes, group_size)]
 
     def memory_seconds(self, bytes_moved: float, *, streamed: bool) -> float:
         """Seconds of a kernel that reads and writes so many bytes; ``streamed``: they were last touched long ago."""
@@ -370,6 +368,11 @@ class Profile:
             skinny = by_shape.get((one.dtype, ProductShape.SKINNY))
             found[one.dtype] = (one.itemsize_bytes, square.curve, None if skinny is None else skinny.curve)
         return found
+
+
+def _nearest(measured: Iterable[int], group_size: int) -> int:
+    """The measured group size whose ring factor is nearest."""
+    return min(measured, key=lambda size: abs(1 / size - 1 / group_size))
 
 
 def _refuse_twice(what: str, keys: Iterable[object]) -> None:

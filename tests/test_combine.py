@@ -22,9 +22,10 @@ from autopar.cost_model.arrays import Arrays, Form, Node, Tenant, arrays_of
 from autopar.cost_model.collectives import Collective, collective_seconds
 from autopar.cost_model.combine import MOST_COMBINED, combined, joined, led_by
 from autopar.cost_model.hlo import collectives, parse_module
-from autopar.cost_model.predict import collectives_of
+from autopar.cost_model.predict import collectives_of, run_costs
 from autopar.cost_model.reshard import COMBINED_RESULT_BYTES, reshard_table
 from autopar.graph.build import build_graph
+from autopar.graph.fusion import fuse
 from autopar.graph.merging import Merged
 from autopar.graph.tracing import trace
 from autopar.plan import Layout, Stage, Strategy
@@ -276,7 +277,8 @@ def test_equal_arrays_are_sent_once() -> None:
     homes = {value: rows for sine in sines for value in sine.results}
     stage = Stage(mesh, homes, {}, strategies)
     program = lower(graph, stage, output_layouts(graph, stage, ()))
-    predicted = [use.kind for use in collectives_of(program, eight_slow_devices())]
+    cluster = eight_slow_devices()
+    predicted = [use.kind for use in collectives_of(program, cluster, run_costs(program, fuse(graph), cluster))]
     compiled = Executor(program, traced.in_avals, frozenset(), jax.devices())
     gathered = collectives(parse_module(compiled.as_text()))
     assert predicted == [one.kind.value for one in gathered] == ["all-gather"]

@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,22 +97,35 @@ class FlopCounter:
         return Counter()
 
     def _product(self, instruction: HloInstruction, computation: HloComputation) -> Counter[str]:
-        target = instruction.attributes.get("custom_call_target", "").strip('"')
+        target = _target(instruction)
         if target and not _is_product(target):
             self.unknown_calls.add(target)
             return Counter()
         shapes = computation.operand_shapes(instruction)
-        if instruction.opcode == "convolution":
-            flops = _convolution_flops(instruction, shapes[0], shapes[1], instruction.shape)
-        elif target in _CUDNN_CONVOLUTION:
-            result = _first_leaf(instruction.shape)
-            places = {"operand 0": shapes[0], "operand 1": shapes[1], "result": result}
-            flops = _convolution_flops(instruction, *(places[place] for place in _CUDNN_CONVOLUTION[target]))
+        if (arrays := _convolved(instruction, shapes)) is not None:
+            flops = _convolution_flops(instruction, *arrays)
         else:
             contracted = _contracted_dims(instruction, target, shapes[0])
             depth = math.prod(shapes[0].dims[dim] for dim in contracted)
             flops = 2 * _first_leaf(instruction.shape).elements * depth
         return Counter({shapes[0].dtype: flops})
+
+
+def _target(instruction: HloInstruction) -> str:
+    """What a custom call calls; empty for other instructions."""
+    return instruction.attributes.get("custom_call_target", "").strip('"')
+
+
+def _convolved(instruction: HloInstruction, shapes: Sequence[HloShape]) -> tuple[HloShape, HloShape, HloShape] | None:
+    """Input, kernel and output of a convolution, for a call of cuDNN the forward ones; None for anything else."""
+    roles = _CUDNN_CONVOLUTION.get(_target(instruction))
+    if instruction.opcode == "convolution":
+        roles = ("operand 0", "operand 1", "result")
+    if roles is None:
+        return None
+    places = {"operand 0": shapes[0], "operand 1": shapes[1], "result": _first_leaf(instruction.shape)}
+    image, kernel, out = (places[role] for role in roles)
+    return image, kernel, out
 
 
 def _first_leaf(shape: HloShape) -> HloShape:
@@ -177,23 +190,17 @@ def _window(instruction: HloInstruction) -> Mapping[str, tuple[int, ...]]:
 
 def family_of_convolution(instruction: HloInstruction, computation: HloComputation) -> ConvolutionFamily | None:
     """The family of a convolution or of a call of cuDNN; None for anything else."""
-    target = instruction.attributes.get("custom_call_target", "").strip('"')
-    if instruction.opcode != "convolution" and target not in _CUDNN_CONVOLUTION:
+    arrays = _convolved(instruction, computation.operand_shapes(instruction))
+    if arrays is None or (labels := _dim_labels(instruction)) is None:
         return None
-    labels = re.match(r"(\w+)_(\w+)->(\w+)", instruction.attributes["dim_labels"])
-    if labels is None:
-        return None
-    first, second = computation.operand_shapes(instruction)[:2]
-    places = {"operand 0": first, "operand 1": second, "result": _first_leaf(instruction.shape)}
-    roles = _CUDNN_CONVOLUTION.get(target, ("operand 0", "operand 1", "result"))
-    (image, window, out), marks = (places[role] for role in roles), labels.groups()
+    (image, window, out), marks = arrays, labels.groups()
 
     def positions(shape: HloShape, places_of: str) -> int:
         return math.prod(extent for extent, mark in zip(shape.dims, places_of, strict=True) if mark.isdigit())
 
     sizes = positions(window, marks[1]), positions(out, marks[2])
     features = max(image.dims[marks[0].index("f")], out.dims[marks[2].index("f")])
-    if target.endswith("BackwardFilter"):  # the gradient is the window, and images are what it sums over
+    if _target(instruction).endswith("BackwardFilter"):  # the gradient is the window, and images are what it sums over
         sizes = sizes[1], sizes[0]
         features = max(image.dims[marks[0].index("b")], out.dims[marks[2].index("f")])
     numbers = _window(instruction)
@@ -207,9 +214,13 @@ def family_of_convolution(instruction: HloInstruction, computation: HloComputati
     )
 
 
+def _dim_labels(instruction: HloInstruction) -> re.Match[str] | None:
+    """What the dimensions of a convolution's input, kernel and output are, a letter or digit each."""
+    return re.match(r"(\w+)_(\w+)->(\w+)", instruction.attributes["dim_labels"])
+
+
 def _convolution_flops(instruction: HloInstruction, left: HloShape, kernel: HloShape, out: HloShape) -> int:
-    labels = re.match(r"(\w+)_(\w+)->(\w+)", instruction.attributes["dim_labels"])
-    if labels is None:
+    if (labels := _dim_labels(instruction)) is None:
         return 0
     window = _window(instruction)
     spatial = sum(label.isdigit() for label in labels[1])

@@ -60,7 +60,7 @@ def kernel_cost(kernel: Kernel, strategy: Strategy, mesh: Mesh, cluster: Cluster
     traffic = min(traffic, repeats * operator.bytes_moved / pieces)
     flops = operator.flops / pieces
     dtype = kernel.results[0].dtype if kernel.results else "float32"
-    if operator.primitive == "conv_general_dilated" and cluster.profile is not None:
+    if operator.primitive == "conv_general_dilated":
         family = _family(kernel, strategy, mesh)
         return KernelCost(flops, traffic, convolution_seconds(flops, traffic, dtype, family, cluster))
     streamed = operator.phase is Phase.UPDATE

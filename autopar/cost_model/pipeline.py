@@ -106,7 +106,7 @@ def executable_cost(one: Executable, fusion: Fusion, cluster: Cluster) -> Execut
     runs = run_costs(program, fusion, cluster)
     platform = cluster.device.platform.value
     arrays = arrays_of(program, one.donations, platform)
-    collectives = tuple(collectives_of(program, cluster, arrays, runs))
+    collectives = tuple(collectives_of(program, cluster, runs, arrays))
     temp_bytes = timeline(arrays, platform).temp_bytes
     return ExecutableCost(
         compute_seconds=sum(run.seconds for run in runs),

@@ -46,7 +46,7 @@ def predict(
 ) -> Prediction:
     """Price a program; ``memory`` is what :mod:`autopar.cost_model.memory` says of it, ``arrays`` are its own, if known."""
     runs = run_costs(program, fusion, cluster)
-    collectives = tuple(collectives_of(program, cluster, arrays, runs))
+    collectives = tuple(collectives_of(program, cluster, runs, arrays))
     communication = sum(use.seconds for use in collectives)
     return Prediction(
         compute_seconds=sum(run.seconds for run in runs),
@@ -89,11 +89,11 @@ def run_costs(program: SpmdProgram, fusion: Fusion, cluster: Cluster) -> list[Ru
 
 
 def collectives_of(
-    program: SpmdProgram, cluster: Cluster, arrays: Arrays | None = None, runs: Iterable[RunCost] = ()
+    program: SpmdProgram, cluster: Cluster, runs: Iterable[RunCost], arrays: Arrays | None = None
 ) -> list[CollectiveUse]:
     """Every collective of a step, in program order; ``arrays`` are those of the program, if they are known already.
 
-    With the costs of its ``runs`` (:func:`run_costs`) what they wait for devices that work is part of their seconds.
+    ``runs`` are what :func:`run_costs` says of the program: collectives wait for devices that work.
     """
     found = []
     waits = _Waits(cluster, runs)
@@ -150,8 +150,8 @@ class _Waits:
 
     def work(self, step: Run, trips: int) -> None:
         """An operator of the program; loops are met as what runs in them, once."""
-        if not step.bodies and (cost := next(self._runs, None)) is not None:
-            self._worked_seconds += cost.seconds / trips
+        if not step.bodies:
+            self._worked_seconds += next(self._runs).seconds / trips
 
     def wait(self, group_size: int) -> float:
         """Seconds that a collective in groups of that size waits here."""

@@ -259,5 +259,5 @@ def _priced(program: SpmdProgram, question: Question) -> Iterator[tuple[tuple[st
     runs = run_costs(program, question.found.problem.fusion, question.cluster)
     for run in runs:
         yield (run.operator.primitive, (), run.operator.phase.value), run.seconds
-    for use in collectives_of(program, question.cluster, runs=runs):
+    for use in collectives_of(program, question.cluster, runs):
         yield (use.kind, use.axes, use.phase), use.seconds
