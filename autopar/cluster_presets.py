@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cluster import Cluster, DeviceKind, Link, Platform
+from autopar.cores import usable_cores
 from autopar.errors import ClusterError
 from autopar.profile import Profile
 from autopar.profile_file import find_profile
@@ -453,10 +454,10 @@ def _preset_of_node(node: RayNode) -> Preset:
     return preset
 
 
-def _cpu_cluster(hosts: int, devices_per_host: int, cores: int | None = None) -> Cluster:
+def _cpu_cluster(hosts: int, devices_per_host: int, cores: float | None = None) -> Cluster:
     """Virtual devices: all devices of a host share its cores (None: those of this one), its memory and the bandwidth of it."""
     cores = usable_cores() if cores is None else cores
-    source = f"benchmarks/measure_local.py, figures per core × {cores} cores"
+    source = f"benchmarks/measure_local.py, figures per core × {cores:g} cores"
     device = DeviceKind(
         name="cpu",
         platform=Platform.CPU,
@@ -470,13 +471,6 @@ def _cpu_cluster(hosts: int, devices_per_host: int, cores: int | None = None) ->
     )
     network = replace(CPU_NETWORK, shared_by=devices_per_host)
     return Cluster("local cpu", hosts, devices_per_host, device, local, network, compute_shared_by=devices_per_host)
-
-
-def usable_cores() -> int:
-    """CPU cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def machine_memory_bytes() -> int:

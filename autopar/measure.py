@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.bench import CHAIN, SPEC, Bench, spread
 from autopar.cluster import Cluster, Platform
+from autopar.cores import quota_cores
 from autopar.cost_model.collectives import Collective, wire_bytes
 from autopar.errors import ClusterError
 from autopar.measured_collectives import collective_seconds, group_sizes, share_cores, waiting_seconds
@@ -45,7 +46,7 @@ from autopar.profile import (
     WaitCurve,
 )
 from autopar.profile_file import machine_name
-from autopar.timing import LEAST_SECONDS, Timer
+from autopar.timing import LEAST_SECONDS, RationedTimer, Timer
 
 CALL_ARGUMENTS = 64
 """About as many arrays as an executable of a pipeline is given."""
@@ -147,7 +148,8 @@ class Measuring:
     """The figures of a profile, one kind after the other."""
 
     def __init__(self, devices: Sequence[Any], effort: Effort, say: Callable[[str], None]) -> None:
-        self._bench = Bench(devices, Timer(effort.seconds, effort.least_runs))
+        timer = Timer if quota_cores() is None else RationedTimer
+        self._bench = Bench(devices, timer(effort.seconds, effort.least_runs))
         self._effort = effort
         self._say = say
 

@@ -7,6 +7,9 @@
 The chains of a difference take turns, so that a drift of the machine hits both, and the least of each counts.  Where a busy
 machine makes the difference vanish, the long chain over its links, an upper bound, stands instead.  No figure is below the
 resolution of the clock, so none is zero.
+
+Where processor time is rationed (:mod:`autopar.cores`) the least of many short calls are those that the ration does not
+stop: none of a step's work is as fast in the long run.  There the mean counts everywhere.
 """
 
 from __future__ import annotations
@@ -43,16 +46,24 @@ class Timer:
 
     def least(self, call: Callable[[], Any]) -> float:
         """The fewest seconds in which a call's result is there."""
-        return min(self._runs((call,))[0])
+        return self.of_many(self._runs((call,))[0])
 
     def typical(self, *calls: Callable[[], Any]) -> list[float]:
         """The median seconds of each call; the calls take turns."""
-        return [statistics.median(one) for one in self._runs(calls)]
+        return [self.of_varying(one) for one in self._runs(calls)]
 
     def difference(self, short: Callable[[], Any], long: Callable[[], Any], *, extra: int) -> float:
         """Seconds of one of the ``extra`` links that the long chain has more than the short one."""
-        least, most = (min(one) for one in self._runs((short, long)))
+        least, most = (self.of_many(one) for one in self._runs((short, long)))
         return max((most - least) / extra if most > least else most / (extra + 1), LEAST_SECONDS)
+
+    def of_many(self, seconds: Sequence[float]) -> float:
+        """What stands for the runs of a call that takes as long each time."""
+        return min(seconds)
+
+    def of_varying(self, seconds: Sequence[float]) -> float:
+        """What stands for the runs of a call that takes now more and now less."""
+        return statistics.median(seconds)
 
     def _runs(self, calls: Sequence[Callable[[], Any]]) -> list[list[float]]:
         """Seconds of every run of each call, after one that warms up."""
@@ -66,3 +77,15 @@ class Timer:
                 jax.block_until_ready(call())
                 seconds.append(max(time.perf_counter() - begun, LEAST_SECONDS))
         return found
+
+
+class RationedTimer(Timer):
+    """Where a control group stops all threads when they have had their time: what calls take on average."""
+
+    def of_many(self, seconds: Sequence[float]) -> float:
+        """The mean."""
+        return statistics.fmean(seconds)
+
+    def of_varying(self, seconds: Sequence[float]) -> float:
+        """The mean."""
+        return statistics.fmean(seconds)

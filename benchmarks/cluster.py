@@ -2,8 +2,9 @@
 
     python -m benchmarks.cluster [--models gpt moe …] [--mbit 1000 200] [--steps 10]        (as root, on Linux with iproute2)
 
-Four emulated hosts (:mod:`benchmarks.netns`) with two virtual devices each.  All devices share the machine's cores, as the
-planner is told; links have the rate that is asked for, and the α and β that a plain program measures on them first.
+Four emulated hosts (:mod:`benchmarks.netns`) with two virtual devices and a fifth of this machine's cores each (what is left
+is for the driver).  ``autopar profile`` measures such a host first, while the others measure too, and a plain program the α and
+β of links between hosts, which have the rate that is asked for.
 
     auto, …            :func:`autopar.parallelize` by every method, on Ray
     plain jit, data    ``jax.jit`` with ``NamedSharding`` in one ``jax.distributed`` world, nothing of ours: data parallel
@@ -32,19 +33,18 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from rich.console import Console
 from rich.table import Table
 
-from autopar.cluster import Cluster, Link
+from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.plan import Plan
-from benchmarks.netns import Hosts, Network, RayNodes, why_not
+from benchmarks.netns import Hosts, Network, why_not
 from benchmarks.netns.cases import CASES, LARGER, model_of
+from benchmarks.netns.testbed import DEVICES, HOSTS, ROOT, Figures, Plain, described, measure, set_rates, testbed
 from benchmarks.ranking import tau_text, verdict
 
-HOSTS, DEVICES = 4, 2
 METHODS = ("auto", "data_parallel", "zero2", "zero3", "tensor_parallel", "inter_op")
 PLAIN = {"data": "plain jit, data", "full": "plain jit, full"}
 WARM_STEPS = 3
 WORST_WANTED, PLAIN_WANTED = 1.05, 2.0
-_PORT = 7700
 
 
 @dataclass(frozen=True)
@@ -63,18 +63,19 @@ class Row:
 # ------------------------------------------------------------------------------------------------------ on a host
 
 
-def drive(hosts: Hosts, model_name: str, rates: Sequence[int], links: Mapping[str, Any], steps: int) -> list[Row]:
+def drive(hosts: Hosts, model_name: str, figures: Figures, steps: int) -> list[Row]:
     """Every method at every rate, from a process on the first host."""
     import autopar
 
     model = model_of(model_name)
     found = Cluster.ray("auto", devices_per_host=DEVICES)
+    rates = list(figures.links)
     rows: list[Row] = []
     state = model.abstract_state()
     known: list[list[tuple[int, str, Plan]]] = []
     step = autopar.parallelize(model.train_step)
     for mbit in rates:
-        cluster = described(found, links[str(mbit)])
+        cluster = described(found, figures, mbit)
         for method in METHODS:
             started = time.monotonic()
             try:
@@ -91,7 +92,7 @@ def drive(hosts: Hosts, model_name: str, rates: Sequence[int], links: Mapping[st
     for same in known:
         plan = same[0][2]
         own_rates = list(dict.fromkeys(mbit for mbit, _, _ in same))
-        cluster = described(found, links[str(own_rates[0])])
+        cluster = described(found, figures, own_rates[0])
         try:
             clocks, losses = timed(model, cluster, plan, hosts, own_rates, steps)
         except AutoparError as error:
@@ -103,15 +104,6 @@ def drive(hosts: Hosts, model_name: str, rates: Sequence[int], links: Mapping[st
             rows.append(row)
     found.close()
     return rows
-
-
-def described(found: Cluster, links: Mapping[str, Sequence[float]]) -> Cluster:
-    """The cluster with links as measured; all devices share the cores of this machine."""
-    return found.replace(
-        compute_shared_by=HOSTS * DEVICES,
-        network_link=Link(*links["network"], DEVICES, "measured by a plain program"),
-        local_link=Link(*links["local"], 1, "measured by a plain program"),
-    )
 
 
 def _is_same(one: Plan, other: Plan) -> bool:
@@ -154,56 +146,6 @@ def timed(
         clocks[mbit], losses[mbit] = statistics.median(times), last
         print(f"  {mbit} Mbit/s: " + " ".join(f"{one * 1e3:.0f}" for one in times), flush=True)
     return clocks, losses
-
-
-def set_rates(hosts: Hosts, mbit: int) -> None:
-    """Every link."""
-    for host in range(HOSTS):
-        hosts.set_rate(host, mbit)
-
-
-# ------------------------------------------------------------------------------------------------------ plain JAX
-
-
-class Plain:
-    """Owns nothing: runs :mod:`benchmarks.netns.plain` on all hosts, one world after the other."""
-
-    def __init__(self, nodes: RayNodes) -> None:
-        self._nodes = nodes
-        self._port = _PORT
-
-    def run(self, *what: str) -> Any:
-        """What the first process says."""
-        hosts, said = self._nodes.hosts, self._nodes.hosts.folder / "plain.json"
-        said.unlink(missing_ok=True)
-        self._port += 1
-        environment = {
-            "JAX_PLATFORMS": "cpu",
-            "NPROC": str(max(4, 2 * DEVICES)),
-            "PYTHONPATH": _root(),
-            "XLA_FLAGS": "",
-        }
-        command = [sys.executable, "-m", "benchmarks.netns.plain", what[0], str(said), *what[1:]]
-        command += [
-            "--coordinator",
-            f"{hosts.address(0)}:{self._port}",
-            "--hosts",
-            str(HOSTS),
-            "--devices",
-            str(DEVICES),
-        ]
-        logs = [hosts.folder / f"plain{host}.log" for host in range(HOSTS)]
-        started = [
-            hosts.start(host, [*command, "--rank", str(host)], environment, log) for host, log in enumerate(logs)
-        ]
-        codes = [process.wait() for process in started]
-        if any(codes):
-            raise SystemExit("\n".join(log.read_text(errors="replace")[-1500:] for log in logs))
-        return json.loads(said.read_text())
-
-
-def _root() -> str:
-    return str(Path(__file__).parents[1])
 
 
 # ---------------------------------------------------------------------------------------------------------- report
@@ -252,19 +194,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--no-plain", action="store_true", help="leave plain JAX out")
     parser.add_argument("--rows", type=Path, help="write all figures to this file")
-    parser.add_argument("--inside", nargs=3, metavar=("PREFIX", "LINKS", "SAID"), help=argparse.SUPPRESS)
+    parser.add_argument("--profile", type=Path, help="what an earlier run measured of a host (default: measure)")
+    parser.add_argument("--inside", nargs=3, metavar=("PREFIX", "FIGURES", "SAID"), help=argparse.SUPPRESS)
     told = parser.parse_args()
     if told.inside is not None:
-        prefix, links, said = told.inside
+        prefix, figures, said = told.inside
         hosts = Hosts(Network(HOSTS, 0, prefix=prefix))
-        rows = drive(hosts, told.models[0], told.mbit, json.loads(Path(links).read_text()), told.steps)
+        rows = drive(hosts, told.models[0], Figures.read(Path(figures)), told.steps)
         Path(said).write_text(json.dumps([asdict(row) for row in rows]))
         return
     if reason := why_not():
         print(f"no hosts can be emulated here: {reason}")
         return
     console = Console(width=150)
-    rows = measured(told.models, told.mbit, told.steps, {} if told.no_plain else PLAIN)
+    rows = measured(told.models, told.mbit, told.steps, {} if told.no_plain else PLAIN, told.profile)
     if told.rows is not None:
         told.rows.write_text(json.dumps([asdict(row) for row in rows]))
     groups = [
@@ -280,18 +223,15 @@ def main() -> None:
     )
 
 
-def measured(models: Sequence[str], rates: Sequence[int], steps: int, plain_ways: Mapping[str, str]) -> list[Row]:
+def measured(
+    models: Sequence[str], rates: Sequence[int], steps: int, plain_ways: Mapping[str, str], profile: Path | None
+) -> list[Row]:
     """All models, one after the other, on one cluster."""
     rows: list[Row] = []
-    with RayNodes(Network(HOSTS, max(rates))) as nodes, tempfile.TemporaryDirectory() as folder:
+    with testbed(max(rates)) as nodes, tempfile.TemporaryDirectory() as folder:
         plain = Plain(nodes)
-        links = {}
-        for mbit in rates:
-            set_rates(nodes.hosts, mbit)
-            links[mbit] = plain.run("links")
-            print(f"links of {mbit} Mbit/s: {links[mbit]}", flush=True)
-        told, said = Path(folder) / "links.json", Path(folder) / "said.json"
-        told.write_text(json.dumps(links))
+        told, said = Path(folder) / "figures.json", Path(folder) / "said.json"
+        measure(nodes, plain, rates, profile).write(told)
         for name in models:
             for mbit in rates:
                 set_rates(nodes.hosts, mbit)
@@ -301,8 +241,8 @@ def measured(models: Sequence[str], rates: Sequence[int], steps: int, plain_ways
                     rows.append(Row(name, mbit, label, f"{HOSTS * DEVICES}", float("nan"), clock, one["losses"][-1]))
                     print(rows[-1], flush=True)
             command = [sys.executable, "-m", "benchmarks.cluster", "--models", name, "--steps", str(steps)]
-            command += ["--mbit", *map(str, rates), "--inside", nodes.hosts.prefix, str(told), str(said)]
-            if nodes.run(command, {"PYTHONPATH": _root()}):
+            command += ["--inside", nodes.hosts.prefix, str(told), str(said)]
+            if nodes.run(command, {"PYTHONPATH": ROOT}):
                 raise SystemExit(1)
             rows += [Row(**row) for row in json.loads(said.read_text())]
     return rows

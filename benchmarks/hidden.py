@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,10 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.cluster import Cluster
-from benchmarks.cluster import DEVICES, HOSTS, WARM_STEPS, Plain, described, set_rates
-from benchmarks.netns import Hosts, Network, RayNodes, why_not
+from benchmarks.cluster import WARM_STEPS
+from benchmarks.netns import Hosts, Network, why_not
 from benchmarks.netns.cases import CASES, model_of
+from benchmarks.netns.testbed import DEVICES, HOSTS, ROOT, Figures, Plain, described, measure, set_rates, testbed
 
 STAGES = [[DEVICES * host + device for device in range(DEVICES)] for host in range(HOSTS)]
 SCHEDULES = ("gpipe", "1f1b", "eager_1f1b")
@@ -62,13 +63,13 @@ class Row:
         return 1 - (self.simulated_slow_seconds - self.simulated_fast_seconds) / self.link_seconds
 
 
-def drive(hosts: Hosts, name: str, mbit: int, links: Mapping[str, Any], steps: int) -> list[Row]:
+def drive(hosts: Hosts, name: str, mbit: int, figures: Figures, steps: int) -> list[Row]:
     """From a process on the first host."""
     import autopar
 
     model = model_of(name)
     found = Cluster.ray("auto", devices_per_host=DEVICES)
-    slow, fast = (described(found, links[str(rate)]) for rate in (mbit, FAST * mbit))
+    slow, fast = (described(found, figures, rate) for rate in (mbit, FAST * mbit))
     rows = []
     for schedule in SCHEDULES:
         options: dict[str, Any] = {"stages": STAGES, "num_microbatches": MICROBATCHES, "schedule": schedule}
@@ -125,26 +126,23 @@ def main() -> None:
     parser.add_argument("--model", default="gpt 14M", choices=list(CASES))
     parser.add_argument("--mbit", type=int, default=200)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--inside", nargs=3, metavar=("PREFIX", "LINKS", "SAID"), help=argparse.SUPPRESS)
+    parser.add_argument("--profile", type=Path, help="what an earlier run measured of a host (default: measure)")
+    parser.add_argument("--inside", nargs=3, metavar=("PREFIX", "FIGURES", "SAID"), help=argparse.SUPPRESS)
     told = parser.parse_args()
     if told.inside is not None:
-        prefix, links, said = told.inside
+        prefix, figures, said = told.inside
         hosts = Hosts(Network(HOSTS, 0, prefix=prefix))
-        rows = drive(hosts, told.model, told.mbit, json.loads(Path(links).read_text()), told.steps)
+        rows = drive(hosts, told.model, told.mbit, Figures.read(Path(figures)), told.steps)
         Path(said).write_text(json.dumps([asdict(row) for row in rows]))
         return
     if reason := why_not():
         raise SystemExit(f"no hosts can be emulated here: {reason}")
-    with RayNodes(Network(HOSTS, told.mbit)) as nodes, tempfile.TemporaryDirectory() as folder:
-        plain, links = Plain(nodes), {}
-        for rate in (told.mbit, FAST * told.mbit):
-            set_rates(nodes.hosts, rate)
-            links[str(rate)] = plain.run("links")
-        said = [Path(folder) / "links.json", Path(folder) / "said.json"]
-        said[0].write_text(json.dumps(links))
+    with testbed(told.mbit) as nodes, tempfile.TemporaryDirectory() as folder:
+        said = [Path(folder) / "figures.json", Path(folder) / "said.json"]
+        measure(nodes, Plain(nodes), (told.mbit, FAST * told.mbit), told.profile).write(said[0])
         command = [sys.executable, "-m", "benchmarks.hidden", "--model", told.model, "--steps", str(told.steps)]
         command += ["--mbit", str(told.mbit), "--inside", nodes.hosts.prefix, *map(str, said)]
-        if nodes.run(command, {"PYTHONPATH": str(Path(__file__).parents[1])}):
+        if nodes.run(command, {"PYTHONPATH": ROOT}):
             raise SystemExit(1)
         rows = [Row(**row) for row in json.loads(said[1].read_text())]
     title = f"{told.model}, 4 stages on 4 hosts, {MICROBATCHES} microbatches, {told.mbit} Mbit/s"

@@ -24,7 +24,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import numpy as np
 from scipy.optimize import least_squares
 
-from autopar.cluster_presets import usable_cores
+from autopar.cores import usable_cores
 from autopar.cost_model.collectives import Collective
 from autopar.measure import FULL, QUICK, measure
 from autopar.profile import Profile

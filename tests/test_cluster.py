@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from autopar import cluster_presets
 from autopar.cluster import Cluster, DeviceKind, Link, Mesh, Platform
-from autopar.cluster_presets import PRESETS, machine_memory_bytes, usable_cores
+from autopar.cluster_presets import PRESETS, machine_memory_bytes
+from autopar.cores import usable_cores
 from autopar.errors import ClusterError
 from autopar.ray_hosts import RayHosts, RayNode
 

@@ -7,7 +7,8 @@ Token buckets at both ends of a pair limit its rate in either direction, so that
 Nothing is made in the machine's own namespace, so no such cluster disturbs another, and addresses may be the same in all.
 
 Processes of a host see the machine's files, but its own ``/etc/hosts`` and hostname (gloo listens where the hostname leads to)
-and a folder that is another one on every host: :attr:`Hosts.own_folder`.  All hosts share the machine's cores and memory.
+and a folder that is another one on every host: :attr:`Hosts.own_folder`.  All hosts share the machine's cores and memory,
+unless each is given cores (:mod:`benchmarks.netns.cores`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from benchmarks.netns.cores import Quota, remove_groups, seeing_groups
 
 _FIRST = 10  # last part of the first host's address
 _MTU_BYTES = 1500
@@ -49,6 +52,8 @@ class Network:
     prefix: str = ""
     """Of the names of namespaces; if empty, one that says which process made them."""
     network: str = "10.78.0"
+    cores_per_host: float = 0.0
+    """The processor time that all processes of a host get, in cores; 0: what the others leave."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,8 @@ class Hosts:
         self.prefix = network.prefix or f"{_NAMES}{os.getpid()}"
         self._names = [f"{self.prefix}h{host}" for host in range(network.hosts)]
         self._switch = f"{self.prefix}sw"
+        self._quotas: dict[int, Quota] = {}
+        self._unlimited: Quota | None = None
         self._folder: Path | None = None
         self._on_term: Any = None
 
@@ -105,6 +112,10 @@ class Hosts:
     def close(self) -> None:
         """Kill every process of the hosts and take them down."""
         _remove([*self._names, self._switch])
+        for quota in (*self._quotas.values(), self._unlimited):
+            if quota is not None:
+                quota.close()
+        self._quotas, self._unlimited = {}, None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
@@ -153,26 +164,34 @@ class Hosts:
     # ------------------------------------------------------------------------------------------------------ what to do
 
     def command(self, host: int, command: Sequence[str]) -> list[str]:
-        """What to run so that the command runs on a host."""
+        """What to run so that the command runs on a host, by whatever cores are free."""
         name, own = self.name(host), str(self.own_folder)
-        inside = ["unshare", "--uts", "sh", "-c", _ENTER, "sh", name, str(self._etc_hosts), f"{own}{host}", own]
+        enter = f"{seeing_groups()} && {_ENTER}" if self._quotas else _ENTER
+        inside = ["unshare", "--uts", "sh", "-c", enter, "sh", name, str(self._etc_hosts), f"{own}{host}", own]
         return ["ip", "netns", "exec", name, *inside, *command]
 
     def start(
         self, host: int, command: Sequence[str], environment: Mapping[str, str] | None = None, log: Path | None = None
     ) -> subprocess.Popen[bytes]:
-        """Start a command on a host; its lines go to ``log``, or to where those of this process go."""
+        """Start a command on a host and its cores; its lines go to ``log``, or to where those of this process go."""
+        entering = self.command(host, command)
+        if host in self._quotas:
+            entering = self._quotas[host].command(entering)
         told = {**os.environ, **(environment or {})}
         if log is None:
-            return subprocess.Popen(self.command(host, command), env=told, stdin=subprocess.DEVNULL)
+            return subprocess.Popen(entering, env=told, stdin=subprocess.DEVNULL)
         with log.open("ab") as lines:
             return subprocess.Popen(
-                self.command(host, command), env=told, stdin=subprocess.DEVNULL, stdout=lines, stderr=subprocess.STDOUT
+                entering, env=told, stdin=subprocess.DEVNULL, stdout=lines, stderr=subprocess.STDOUT
             )
 
     def run(self, host: int, command: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
-        """Run a command on a host; its exit code."""
-        return self.start(host, command, environment).wait()
+        """Run a command on a host, by whatever cores are free: one that directs the others; its exit code."""
+        entering = self.command(host, command)
+        if self._unlimited is not None:
+            entering = self._unlimited.command(entering)
+        told = {**os.environ, **(environment or {})}
+        return subprocess.run(entering, env=told, stdin=subprocess.DEVNULL, check=False).returncode
 
     def set_rate(self, host: int, mbit_per_second: int) -> None:
         """Give the link of a host another rate."""
@@ -209,6 +228,9 @@ class Hosts:
         _call("ip", "netns", "add", self._switch)
         _call("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
         _call("ip", "-n", self._switch, "link", "set", "br0", "up")
+        if self.network.cores_per_host:
+            self._quotas = {host: Quota(name, self.network.cores_per_host) for host, name in enumerate(self._names)}
+            self._unlimited = Quota(f"{self.prefix}driver", None)
         for host, name in enumerate(self._names):
             _call("ip", "netns", "add", name)
             pair = ["type", "veth", "peer", "name", "eth0", "netns", name]
@@ -240,6 +262,7 @@ def remove_abandoned() -> None:
         made = _MADE.fullmatch(namespace)
         if made and not Path("/proc", made["owner"]).exists():
             _remove([namespace])
+            remove_groups(f"{_NAMES}{made['owner']}")
     for folder in Path(tempfile.gettempdir()).glob(f"{_NAMES}*-*"):
         owner = folder.name.removeprefix(_NAMES).partition("-")[0]
         if owner.isdigit() and not Path("/proc", owner).exists():
