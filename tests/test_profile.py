@@ -55,7 +55,7 @@ from autopar.profile import (
 from autopar.profile_file import default_path, find_profile, load_profile, save_profile
 from autopar.schedule.instructions import Part
 from autopar.schedule.reshard import Move, MoveKind, after_move, layouts_of, moves_between
-from autopar.timing import Timer
+from autopar.timing import RationedTimer, Timer
 from benchmarks.models import build
 
 CURVE = Curve(((1000.0, 2e-5), (9000.0, 1e-4), (17000.0, 5e-4)))
@@ -684,7 +684,7 @@ def test_a_clock_that_stands_still_gives_no_zeros(monkeypatch: pytest.MonkeyPatc
     assert all(math.isfinite(figure) and figure > 0 for figure in figures)
 
 
-def test_figures_are_the_least_the_median_and_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_are_the_least_the_median_the_difference_or_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
 
@@ -700,3 +700,9 @@ def test_figures_are_the_least_the_median_and_the_difference(monkeypatch: pytest
     assert Timer(0.0, 3).typical(taking(3.0, 1.0, 2.0), taking(9.0, 9.0, 4.0)) == [2.0, 9.0]
     assert Timer(0.0, 3).difference(taking(3.0, 1.0, 2.0), taking(6.0, 5.0, 7.0), extra=2) == 2.0
     assert Timer(0.0, 1).difference(taking(3.0), taking(3.0), extra=2) == 1.0  # a bound where noise hides the rest
+
+    # Where processor time is rationed, whoever was not stopped was lucky.
+    rationed = RationedTimer(0.0, 3)
+    assert rationed.least(taking(3.0, 1.0, 2.0)) == pytest.approx(2.0)
+    assert rationed.typical(taking(3.0, 1.0, 2.0), taking(9.0, 9.0, 3.0)) == pytest.approx([2.0, 7.0])
+    assert rationed.difference(taking(3.0, 1.0, 2.0), taking(6.0, 5.0, 7.0), extra=2) == pytest.approx(2.0)

@@ -166,6 +166,10 @@ class Executor:
         with jax.disable_jit(False):  # which would ask for the function, to run it in Python
             return list(self._compiled(*self.place(leaves)))
 
+    def wait(self, results: Sequence[Any]) -> None:
+        """Wait until the results of a step are there."""
+        jax.block_until_ready(results)
+
     def as_text(self) -> str:
         """The optimized HLO."""
         return str(self._compiled.as_text())

@@ -209,6 +209,10 @@ class PipelineExecutor:
                     )
         return [found[position] for position in sorted(found)]
 
+    def wait(self, results: Sequence[Any]) -> None:
+        """Wait until the results of a step are there."""
+        jax.block_until_ready(results)
+
     # --- inspecting ---
 
     def as_text(self) -> str:

@@ -149,8 +149,8 @@ class RemoteExecutor:
         self._mark_donated(leaves)
         return [self._result(output, orders) for output in self._shipments.outputs]
 
-    def wait(self) -> None:
-        """Wait until all steps are done."""
+    def wait(self, results: Sequence[Any]) -> None:
+        """Wait until the results of the last step are there, and all that was called before: one question to each process."""
         while self._pending:
             self._collect_oldest()
         refs = [ref for world in self.worlds for ref in world.call("finish")]

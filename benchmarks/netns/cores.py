@@ -48,20 +48,20 @@ class Quota:
 
     def __init__(self, name: str, cores: float | None) -> None:
         is_first = _FIRST_VERSION.exists()
-        self._folder = (_FIRST_VERSION if is_first else _SECOND_VERSION) / name
+        self.folder = (_FIRST_VERSION if is_first else _SECOND_VERSION) / name
         if not is_first:
             (_SECOND_VERSION / "cgroup.subtree_control").write_text("+cpu")
-        self._folder.mkdir(exist_ok=True)
+        self.folder.mkdir(exist_ok=True)
         for file, text in (_first_settings if is_first else _second_settings)(cores).items():
-            (self._folder / file).write_text(text)
+            (self.folder / file).write_text(text)
 
     def command(self, command: Sequence[str]) -> list[str]:
         """What to run so that the command, and all that it starts, is held to the quota."""
-        return ["sh", "-c", _JOIN, "sh", str(self._folder / "cgroup.procs"), *command]
+        return ["sh", "-c", _JOIN, "sh", str(self.folder / "cgroup.procs"), *command]
 
     def close(self) -> None:
         """Remove the group; its processes must have been ended."""
-        remove_group(self._folder)
+        remove_group(self.folder)
 
 
 def _first_settings(cores: float | None) -> dict[str, str]:

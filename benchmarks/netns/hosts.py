@@ -112,9 +112,8 @@ class Hosts:
     def close(self) -> None:
         """Kill every process of the hosts and take them down."""
         _remove([*self._names, self._switch])
-        for quota in (*self._quotas.values(), self._unlimited):
-            if quota is not None:
-                quota.close()
+        for quota in self.groups():
+            quota.close()
         self._quotas, self._unlimited = {}, None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -143,6 +142,10 @@ class Hosts:
     def address(self, host: int) -> str:
         """The only address but the loopback's."""
         return f"{self.network.network}.{_FIRST + host}"
+
+    def groups(self) -> list[Quota]:
+        """The control groups of its hosts and of drivers on them; none where hosts have no cores of their own."""
+        return [*self._quotas.values(), *([] if self._unlimited is None else [self._unlimited])]
 
     def traffic(self, host: int) -> Traffic:
         """What has crossed its link."""
