@@ -300,9 +300,15 @@ class Profile:
         return replace(self, num_devices=num_devices, collectives=collectives, waits=waits)
 
     def waiting_seconds(self, group_size: int, work_seconds: float) -> float:
-        """What a collective after so much work takes longer; group sizes as for :meth:`collective`."""
+        """What a collective after so much work takes longer; group sizes as for :meth:`collective`.
+
+        After more work than was measured it is as after the most: how far apart devices end is up to the scheduler.
+        """
         sizes = {one.group_size: one.curve for one in self.waits}
-        return sizes[_nearest(sizes, group_size)].at(work_seconds) if sizes else 0.0
+        if not sizes:
+            return 0.0
+        curve = sizes[_nearest(sizes, group_size)]
+        return curve.at(min(work_seconds, curve.samples[-1][0]))
 
     def after(self, work_seconds: float) -> Profile:
         """The same for collectives that all stand so much work apart, the waiting in their curves."""

@@ -219,6 +219,13 @@ def test_a_profile_after_work_has_the_waiting_in_its_curves() -> None:
     assert {one.group_size for one in profile.of_part(4).waits} == {2, 4}
 
 
+def test_devices_wait_no_longer_than_after_the_most_work_that_was_measured() -> None:
+    """The last segment that rises is steep where what was measured after more work is noise."""
+    curve = Curve(((1e-4, 1e-9), (1e-3, 5e-4), (2e-2, 1e-9)))
+    profile = profile_of(waits=(WaitCurve(8, curve),))
+    assert profile.waiting_seconds(8, 1.0) == profile.waiting_seconds(8, 2e-2) < 5e-4
+
+
 # ------------------------------------------------------------------------------------------------------------ measuring
 
 
