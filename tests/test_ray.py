@@ -75,6 +75,26 @@ def test_state_from_the_driver_and_back(cluster: autopar.Cluster) -> None:
     assert_equal(ours, again)
 
 
+def test_waiting_for_a_state_asks_for_few_of_its_arrays(
+    cluster: autopar.Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question to each process costs a millisecond, and states have hundreds of leaves."""
+    step = autopar.parallelize(train_step, cluster=cluster, **WHOLE)
+    state, metrics = step(create(0), batch_of(0))
+    float(metrics["loss"])
+    asked = []
+    (world,) = step.last.executor.worlds
+    call = world.call
+    monkeypatch.setattr(world, "call", lambda name, *given: asked.append(name) or call(name, *given))
+    jax.block_until_ready(state)
+    jax.block_until_ready(state)
+    assert asked.count("wait") <= 2 < len(jax.tree.leaves(state))
+    state, _ = step(state, batch_of(1))  # which is not there because the state before it was
+    before = len(asked)
+    jax.block_until_ready(state)
+    assert "wait" in asked[before:] or "finish" in asked
+
+
 def test_arrays_behave_like_arrays(cluster: autopar.Cluster) -> None:
     step = autopar.parallelize(train_step, cluster=cluster, **WHOLE)
     state, metrics = step(create(0), batch_of(0))

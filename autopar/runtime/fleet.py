@@ -218,6 +218,7 @@ class MeshWorld:
         self._service: Any = None
         self._pids: list[int] = []
         self._readers: set[int] = set()
+        self._there_until = 0  # arrays up to that number are known to be computed
         nodes = [hosts.nodes[host] for host in by_host]
         self._nodes = nodes
         self._group = placement_group(nodes, len(self._by_rank[0]), backend)
@@ -431,8 +432,12 @@ class MeshWorld:
         return whole
 
     def wait(self, array: RemoteArray) -> None:
-        """Return when an array is there."""
-        self.collected(self.call("wait", array.number), self.limit_seconds, f"{self.name} to compute an array")
+        """Return when an array is there; of many that are there already, as the leaves of a state, few are asked for."""
+        if array.number > self._there_until:
+            told = self.collected(
+                self.call("wait", array.number), self.limit_seconds, f"{self.name} to compute an array"
+            )
+            self._there_until = max(self._there_until, min(told))
 
     def release(self, number: int) -> None:
         """Remember to free an array; may be called by any thread, at any time."""

@@ -368,11 +368,14 @@ class MeshHost:
             together = self._kept.put_together(step, leaf, boxes[leaf], shape, pieces)
             self.put(number, replace(together, key_impl=key_impl), where)
 
-    def wait(self, number: int) -> None:
-        """Return when an array is there."""
+    def wait(self, number: int) -> int:
+        """Return when an array is there: the number up to which all are that are held then, with a value each."""
         import jax
 
         jax.block_until_ready(self._array(number))
+        held = dict(self._arrays)
+        missing = [one for one, array in held.items() if isinstance(array, Exception) or not _is_there(array)]
+        return min(missing) - 1 if missing else max(held, default=number)
 
     def _check_meaning(self) -> None:
         """Raise if messages were given up meanwhile; to be asked when a value was read, for it may have waited for them."""
@@ -417,6 +420,16 @@ class MeshHost:
 
         places = {device: place for place, device in enumerate(known)}
         return device_mesh(mesh, [self._devices[places[device]] for device in devices])
+
+
+def _is_there(array: Any) -> bool:
+    """Whether an array is computed; nobody asks for one that was given away."""
+    import jax
+
+    if array.is_deleted():
+        return True
+    is_key = jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return bool((jax.random.key_data(array) if is_key else array).is_ready())
 
 
 def _seconds_until_ready(marks: Any, since: float) -> float:
