@@ -383,6 +383,12 @@ def join_world(address: str, processes: int, rank: int) -> None:
     state.client.connect()
 
 
+def coordinator_address() -> str | None:
+    """Address and port of the coordinator that ``jax.distributed.initialize`` has found or was told; None: there is none."""
+    address: str | None = distributed.global_state.coordinator_address
+    return address
+
+
 # ----------------------------------------------------------------------------------------------------- checkpoints
 
 

@@ -18,12 +18,6 @@ from autopar.plan_file import decode_plan, encode_plan
 
 _PLAN, _ERROR = b"P", b"E"
 
-NO_STAGES = (
-    "a pipeline over the processes of Cluster.distributed() is not supported; leave stages out, or run it with "
-    "Cluster.ray(), where every mesh is a world of its own"
-)
-"""Pipelines need a transport between processes, which those of Ray have."""
-
 
 def agreed_plan(make: Callable[[], Plan]) -> Plan:
     """The plan that ``make`` gives in process 0; raises there what it raises, and ``PlanError`` in the others."""

@@ -13,11 +13,11 @@ from jax import tree_util
 from jax.sharding import PartitionSpec
 
 from autopar._compat import shape_of
-from autopar.agreed_plans import NO_STAGES, agreed_plan
+from autopar.agreed_plans import agreed_plan
 from autopar.calls import check_fits, check_initialiser, check_leaves, key_of
 from autopar.cluster import Cluster
 from autopar.collector import paused_collector
-from autopar.compiled import Compiled
+from autopar.compiled import Compiled, stages_here
 from autopar.compilers import Compiler, Target, target_of
 from autopar.errors import PlanError, TraceError
 from autopar.first_state import Initialiser, born_sharded, initialiser_for
@@ -35,13 +35,12 @@ from autopar.likeness import Likeness, types_of
 from autopar.methods import HAND_MADE, Method, method_of
 from autopar.on_ray import pipeline_on_ray, step_on_ray
 from autopar.options import ArgumentNames, Options, checked_cluster, read_options
-from autopar.pipelines import assembled, loop_of, wants_pipeline
+from autopar.pipelines import assembled, loop_of
 from autopar.plan import Offload, Plan, Remat, Schedule
 from autopar.planning import demands_of_user, make_plan, said_of_inputs
 from autopar.progress import Progress
 from autopar.runtime.executor import Executor
 from autopar.runtime.pieced_array import PiecedArray
-from autopar.runtime.pipeline import PipelineExecutor
 from autopar.schedule.orders import OrderFunction
 from autopar.schedule.spmd import lower
 from autopar.subjects import Demands, Subjected, as_planned, subject_of
@@ -409,8 +408,7 @@ class Parallelized:
                 if cluster.runs_on is not None:
                     remote = pipeline_on_ray(whole, subject, cluster, progress.say)
                     return Compiled(subject, plan, whole.pipeline, remote)
-                stages = PipelineExecutor(whole.pipeline, whole.transfers, devices_here(cluster), progress.say)
-                return Compiled(subject, plan, whole.pipeline, stages)
+                return Compiled(subject, plan, whole.pipeline, stages_here(whole, subject, cluster, progress.say))
             progress.say(f"compiling for mesh {plan.mesh}")
             program = lower(subject.graph, plan.stages[0], plan.out_layouts, subject.hosted_ends)
             if cluster.runs_on is not None and target is None:
@@ -448,8 +446,6 @@ class Parallelized:
     ) -> Plan:
         """The plan of a cluster of several processes: of all the same one, and the same in a second start of the job."""
         if cluster.is_distributed:
-            if wants_pipeline(demands):
-                raise PlanError(NO_STAGES)
             return agreed_plan(lambda: self._plan(args, kwargs, cluster, demands)[1])
         is_named = demands.schedule is None or isinstance(
             demands.schedule, Schedule

@@ -475,7 +475,7 @@ class Cluster:
         """The devices of all processes that run this script, one on each host, without Ray (SLURM, TPU pods, mpirun).
 
         ``options`` are those of ``jax.distributed.initialize``, which is called unless it was before.  Process 0 plans, and
-        all run its plan on one mesh.  Raises ``ClusterError`` as :meth:`local` does.
+        all run its plan: of a pipeline, the stages on their own devices.  Raises ``ClusterError`` as :meth:`local` does.
         """
         import jax
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax import tree_util
 
+from autopar.cluster import Cluster
 from autopar.errors import PlanError, TraceError
+from autopar.homes import devices_here
+from autopar.inter_op.assemble import Assembled
 from autopar.plan import Plan
 from autopar.runtime.distributed_array import DistributedArray
+from autopar.runtime.distributed_pipeline import DistributedPipelineExecutor
 from autopar.runtime.executor import Executor
 from autopar.runtime.pieced_array import PiecedArray, cut, whole
 from autopar.runtime.pipeline import PipelineExecutor
@@ -32,7 +37,7 @@ class Compiled:
         subject: Subjected,
         plan: Plan,
         runs: SpmdProgram | Pipeline,
-        executor: Executor | PipelineExecutor | RemoteExecutor,
+        executor: Executor | PipelineExecutor | DistributedPipelineExecutor | RemoteExecutor,
     ) -> None:
         self.plan = plan
         self.runs = runs
@@ -111,3 +116,14 @@ class Compiled:
                     f"{path} is a shape without values; a call wants arrays. The methods plan and compile of the step "
                     "take shapes, and so does autopar.explain."
                 )
+
+
+def stages_here(
+    whole: Assembled, subject: Subjected, cluster: Cluster, report_progress: Callable[[str], None]
+) -> PipelineExecutor | DistributedPipelineExecutor:
+    """What runs a pipeline in this process, or this process's part of it."""
+    pipeline, transfers, devices = whole.pipeline, whole.transfers, devices_here(cluster)
+    if not cluster.is_distributed:
+        return PipelineExecutor(pipeline, transfers, devices, report_progress)
+    carried = {output for _, output in subject.roles.state_pairs}
+    return DistributedPipelineExecutor(pipeline, transfers, cluster, devices, carried, report_progress)

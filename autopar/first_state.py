@@ -23,7 +23,8 @@ from autopar.inter_op.stacks import Rows
 from autopar.intra_op.initial import plan_initialiser
 from autopar.on_ray import fleet_of, step_on_ray
 from autopar.plan import Plan
-from autopar.runtime.executor import Executor
+from autopar.runtime.executor import Executor, device_mesh, shardings_of
+from autopar.runtime.one_world import elsewhere, is_here
 from autopar.schedule.spmd import Hosted
 from autopar.subjects import Subjected, subject_of
 
@@ -80,11 +81,16 @@ def _born_on(traced: TracedProgram, positions: Sequence[int], plan: Plan, number
     subject = subject_of(traced, Roles((Role.HIDDEN,) * len(traced.in_keys), (), None), cluster.device.platform.value)
     layouts = tuple(plan.in_layouts[k] for k in positions)
     program = plan_initialiser(subject.graph, stage.mesh, cluster.part(numbers), layouts)
+    devices = devices_here(cluster, numbers)
+    if cluster.is_distributed and not any(map(is_here, devices)):
+        mesh = device_mesh(stage.mesh, devices)
+        homes = shardings_of(mesh, layouts, ())
+        return [elsewhere(aval, home) for aval, home in zip(traced.out_avals, homes, strict=True)]
     hosted = frozenset(place for place, position in enumerate(positions) if position in plan.hosted)
     program = replace(program, hosted=Hosted(outputs=hosted))
     if cluster.runs_on is not None:
         return step_on_ray(program, traced, frozenset(), cluster, devices=numbers)(list(traced.hidden))
-    return Executor(program, traced.in_avals, frozenset(), devices_here(cluster, numbers))(list(traced.hidden))
+    return Executor(program, traced.in_avals, frozenset(), devices)(list(traced.hidden))
 
 
 def _only(traced: TracedProgram, positions: Sequence[int], *, with_effects: bool) -> TracedProgram:

@@ -204,7 +204,7 @@ def may_be_pipeline(subject: Subjected, cluster: Cluster, demands: Demands, whol
     cores gain nothing by waiting for each other less, so on one host of them there is none to look for.
     """
     is_free = demands.stages is None and leaves_layouts_open(subject, demands)
-    if not is_free or cluster.is_distributed or cluster.num_devices == 1 or not subject.roles.leaves(Role.BATCH):
+    if not is_free or cluster.num_devices == 1 or not subject.roles.leaves(Role.BATCH):
         return False
     if cluster.hosts == 1 and cluster.compute_shared_by > 1:
         return False

@@ -7,26 +7,41 @@ import os
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
-from tests.ray_cases import batch_of, create, train_step
+import autopar
+from tests.ray_cases import batch_of, create, train_step, value
+from tests.scanned_cases import Scanned
+from tests.test_like import evaluate, predict
 
-SCRIPT = """
+START = """
 import json, os, sys, time
 import jax
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.config.update("jax_enable_x64", True)
 import autopar
+import numpy as np
 from functools import partial
 from tests.ray_cases import batch_of, create, train_step
+from tests.scanned_cases import Scanned
+from tests.test_distributed import pieces_here
+from tests.test_like import evaluate, predict
 
 rank, address, options = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
 cluster = autopar.Cluster.distributed(coordinator_address=address, num_processes=2, process_id=rank)
 assert (cluster.hosts, cluster.devices_per_host) == (2, 2)
+
+def tell(**said):
+    print(json.dumps(said), flush=True)
+"""
+
+TRAINING = """
 read = []
 
 def rows_of(step, rows):
@@ -38,18 +53,76 @@ step = autopar.parallelize(train_step, cluster=cluster, **options)
 try:
     state = step.init(partial(create, 0), batch_of(0))
 except autopar.PlanError as error:
-    print(json.dumps({"error": str(error)}), flush=True)
+    tell(error=str(error))
     time.sleep(5 if rank == 0 else 0)  # the first process serves the coordinator, without which the other is aborted
     os._exit(0)
 losses = []
 for number in range(3):
     state, metrics = step(state, data[number] if number else batch_of(number))
     losses.append(float(metrics["loss"]))
-print(json.dumps({"losses": losses, "plan": step.last.plan.summary(), "rows": read}), flush=True)
+tell(losses=losses, plan=step.last.plan.summary(), rows=read, state=pieces_here(state))
+"""
+
+EVALUATING = """
+step = autopar.parallelize(train_step, cluster=cluster, stages=2, num_microbatches=2)
+state, metrics = step(step.init(partial(create, 0), batch_of(0)), batch_of(0))
+found = autopar.parallelize(evaluate, like=step)(state, batch_of(7))
+rows = autopar.parallelize(predict, like=step)(state["params"], batch_of(7)["x"])
+state, metrics = step(state, batch_of(1))
+try:
+    autopar.Checkpoints(options["directory"]).save(2, state)
+except autopar.CheckpointError as error:
+    tell(loss=float(found["loss"]), rows=np.asarray(rows).tolist(), after=float(metrics["loss"]), refused=str(error))
+"""
+
+SCANNED = """
+case = Scanned(4)
+step = autopar.parallelize(case.train_step, cluster=cluster, **options)
+state, losses = step.init(case.make_state, batch_of(0)), []
+for number in range(3):
+    state, metrics = step(state, batch_of(number))
+    losses.append(float(metrics["loss"]))
+tell(losses=losses, layers=repr(state["params"]["layers"]["bias"]))
+"""
+
+FAILING = """
+def rows_of(step, rows):
+    if rank == options["fails"] and step == 12:
+        raise ValueError("no such file")
+    return {name: leaf[rows] for name, leaf in batch_of(step).items()}
+
+data = autopar.HostData(rows_of, batch_of(0))
+step = autopar.parallelize(train_step, cluster=cluster, stages=2, num_microbatches=4)
+state, said = step.init(partial(create, 0), batch_of(0)), []
+try:
+    for number in range(30):
+        state, metrics = step(state, data[number])
+except Exception as error:
+    said.append((number, f"{type(error).__name__}: {error}"))
+try:
+    step(state, batch_of(0))
+except autopar.WorkerError as error:
+    said.append((number, str(error)))
+tell(said=said)
 """
 
 
-def run(options: dict[str, Any]) -> list[dict[str, Any]]:
+def pieces_here(state: Any) -> dict[str, list[Any]]:
+    """Of each leaf, by its number, what this process holds: pairs of a box and its values."""
+    found = {}
+    for number, leaf in enumerate(jax.tree.leaves(state)):
+        words = jax.random.key_data(leaf) if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        found[str(number)] = [
+            (
+                [list(one.indices(size)[:2]) for one, size in zip(shard.index, words.shape, strict=True)],
+                np.asarray(shard.data).tolist(),
+            )
+            for shard in words.addressable_shards
+        ]
+    return found
+
+
+def run(options: dict[str, Any], script: str = TRAINING) -> list[dict[str, Any]]:
     """What two processes say, each with two devices."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -58,7 +131,7 @@ def run(options: dict[str, Any]) -> list[dict[str, Any]]:
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "XLA_FLAGS": flags, "NPROC": "4"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank), address, json.dumps(options)],
+            [sys.executable, "-c", START + script, str(rank), address, json.dumps(options)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -67,27 +140,50 @@ def run(options: dict[str, Any]) -> list[dict[str, Any]]:
         for rank in range(2)
     ]
     said = []
-    for process in processes:
-        out, complaint = process.communicate(timeout=150)
+    with ThreadPoolExecutor(
+        2
+    ) as threads:  # one that cannot write on does not come to its end, and the others wait there
+        told = list(threads.map(lambda process: process.communicate(timeout=150), processes))
+    for out, complaint in told:
         lines = [line for line in out.splitlines() if line.startswith("{")]
         assert lines, complaint
         said.append(json.loads(lines[-1]))
     return said
 
 
+PLANS = {
+    "auto": {},
+    "zero3": {"method": "zero3"},
+    "1f1b": {"stages": 2, "schedule": "1f1b", "num_microbatches": 4},
+    "gpipe": {"stages": 2, "schedule": "gpipe", "num_microbatches": 2},
+    "two meshes in each process": {"method": "inter_op", "num_microbatches": 4},
+    "meshes across processes": {"stages": [[0, 2], [1, 3]], "num_microbatches": 2},
+    "stages dealt round": {"stages": 4, "stages_per_mesh": 2, "num_microbatches": 4},
+    "split backward passes": {"stages": 2, "schedule": "zb_h1", "num_microbatches": 4},
+}
+
+ALWAYS = ("zero3", "1f1b")
+
+
 @pytest.mark.parametrize(
-    "options", [{}, pytest.param({"method": "zero3"}, marks=pytest.mark.verify)], ids=["auto", "zero3"]
+    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.verify) for name in PLANS]
 )
-def test_two_processes_train_like_one(options: dict[str, Any]) -> None:
-    first, second = run(options)
+def test_two_processes_train_like_one(name: str) -> None:
+    first, second = run(PLANS[name])
     with jax.enable_x64(True):
         state, wanted, step = create(0), [], jax.jit(train_step)
         for number in range(3):
             state, metrics = step(state, batch_of(number))
             wanted.append(float(metrics["loss"]))
+        leaves = [value(leaf) for leaf in jax.tree.leaves(state)]
     assert first["losses"] == pytest.approx(wanted, rel=1e-11)
     assert first["losses"] == second["losses"]
     assert first["plan"] == second["plan"]
+    for number, leaf in enumerate(leaves):
+        pieces = [piece for said in (first, second) for piece in said["state"][str(number)]]
+        assert pieces
+        for box, piece in pieces:
+            np.testing.assert_allclose(piece, leaf[tuple(slice(*ends) for ends in box)], rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.verify
@@ -98,6 +194,47 @@ def test_what_process_0_refuses_is_refused_everywhere() -> None:
 
 
 @pytest.mark.verify
-def test_pipelines_are_refused() -> None:
-    for said in run({"stages": 2}):
-        assert "Cluster.ray()" in said["error"]
+def test_evaluation_beside_training(tmp_path: Path) -> None:
+    """The key of the state is read by both stages, and only handed on by the first."""
+    with jax.enable_x64(True):
+        state, _ = train_step(create(0), batch_of(0))
+        loss = float(evaluate(state, batch_of(7))["loss"])
+        rows = np.asarray(predict(state["params"], batch_of(7)["x"]))
+        after = float(train_step(state, batch_of(1))[1]["loss"])
+    for said in run({"directory": str(tmp_path)}, EVALUATING):
+        assert "Cluster.ray()" in said["refused"]
+        assert said["loss"] == pytest.approx(loss, rel=1e-11)
+        assert said["after"] == pytest.approx(after, rel=1e-11)
+        np.testing.assert_allclose(said["rows"], rows, rtol=1e-11)
+
+
+@pytest.mark.verify
+def test_stages_share_a_loop_over_layers() -> None:
+    case = Scanned(4)
+    with jax.enable_x64(True):
+        state, wanted, step = case.make_state(), [], jax.jit(case.train_step)
+        for number in range(3):
+            state, metrics = step(state, batch_of(number))
+            wanted.append(float(metrics["loss"]))
+    for said in run({"stages": 2, "num_microbatches": 4}, SCANNED):
+        assert said["losses"] == pytest.approx(wanted, rel=1e-11)
+        assert "[0:2] on devices" in said["layers"]
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("fails", [0, 1])
+def test_nobody_waits_for_a_process_that_failed(fails: int) -> None:
+    both = run({"fails": fails}, FAILING)
+    assert both[fails]["said"][0] == [12, "ValueError: no such file"]
+    number, complaint = both[1 - fails]["said"][0]
+    assert number in (12, 13, 14)
+    assert "WorkerError: step" in complaint
+    for said in both:
+        assert "start all processes again" in said["said"][1][1]
+
+
+def test_rows_of_a_whole_batch_as_one_microbatch() -> None:
+    data = autopar.HostData(lambda step, rows: batch_of(step)["x"][rows], batch_of(0)["x"])
+    whole, leaf = batch_of(3)["x"], data[3].reshape((1, *batch_of(3)["x"].shape))
+    np.testing.assert_array_equal(leaf.read((slice(None), slice(2, 4), slice(1, 3))), whole[None, 2:4, 1:3])
+    np.testing.assert_array_equal(np.asarray(leaf), whole[None].astype(leaf.dtype))

@@ -20,7 +20,7 @@ from autopar.errors import ClusterError
 from autopar.ray_hosts import MeshTransport
 from autopar.runtime.nccl import Library, NcclPeers, NcclTransport, Station, UniqueId
 from autopar.runtime.pulled import PullPeers, PullTransport
-from autopar.runtime.shipment import MeshShipment
+from autopar.runtime.shipment import MeshShipment, Wire
 from autopar.runtime.transport import SteppedTransport
 
 Peers: TypeAlias = PullPeers | NcclPeers
@@ -92,7 +92,7 @@ class Exchange:
     ) -> SteppedTransport:
         """The transport of a program; with NCCL it returns when the others have connected as well."""
         if isinstance(peers, PullPeers):
-            return PullTransport(self._transfer_server(), peers, told.outgoing, told.incoming, mesh_of)
+            return self.pulls(peers, told.outgoing, told.incoming, mesh_of)
         if self._station is None:
             own = {
                 number: device
@@ -103,6 +103,16 @@ class Exchange:
         transport = NcclTransport(self._station, peers, told.outgoing, told.incoming, mesh_of)
         transport.rehearse()
         return transport
+
+    def pulls(
+        self,
+        peers: PullPeers,
+        outgoing: Sequence[Wire],
+        incoming: Sequence[Wire],
+        mesh_of: Callable[[Any], jax.sharding.Mesh],
+    ) -> PullTransport:
+        """A transport of pulls, for these wires."""
+        return PullTransport(self._transfer_server(), peers, outgoing, incoming, mesh_of)
 
     @property
     def may_wait(self) -> bool:

@@ -29,14 +29,14 @@ _tokens = itertools.count()
 class HostLeaf:
     """One leaf of a batch that the hosts read: leaf number ``leaf`` of what ``data.read(step, rows)`` returns.
 
-    ``aval`` is that of the whole leaf; ``folds`` of (N, B/N, …) is N where it stands for N microbatches, else 1.
+    ``aval`` is that of the whole leaf; ``folds`` of (N, B/N, …) is N where it stands for N microbatches, else 0.
     """
 
     data: HostData
     step: int
     leaf: int
     aval: Any
-    folds: int = 1
+    folds: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,9 +66,9 @@ class HostLeaf:
         folds, rows, rest = range(1), box[0], box[1:]
         if row >= 0:
             folds = range(row, row + 1)
-        elif self.folds > 1:
+        elif self.folds:
             folds, rows, rest = range(*box[0]), box[1], box[2:]
-        extent = self.shape[1] if self.folds > 1 else 0
+        extent = self.shape[1] if self.folds else 0
         return RowsPart(tuple((fold * extent + rows[0], fold * extent + rows[1]) for fold in folds), rest, shape)
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray[Any, Any]:
@@ -80,7 +80,7 @@ class HostLeaf:
         return np.concatenate(rows)[(slice(None), *rest)].reshape(part.shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        rows = self.shape[0] * (self.shape[1] if self.folds > 1 else 1)
+        rows = self.shape[0] * (self.shape[1] if self.folds else 1)
         found = np.asarray(self.data.leaves_of(self.step, slice(0, rows))[self.leaf], dtype=dtype or self.dtype)
         return found.reshape(self.shape)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -51,18 +51,14 @@ class LoadedProgram(PartExecutable):
 class Loaded:
     """Owns the compiled programs of a shipment, and what does not change from step to step."""
 
-    def __init__(self, shipment: MeshShipment, mesh_of: MeshMaker) -> None:
+    def __init__(
+        self, shipment: MeshShipment, mesh_of: MeshMaker, made_here: Mapping[Key, PartExecutable] | None = None
+    ) -> None:
+        """``made_here`` are the programs of a shipment that comes without them."""
         self.shipment = shipment
         self._mesh_of = mesh_of
         self._meshes = {stage: mesh_of(mesh, devices) for stage, (mesh, devices) in shipment.stages.items()}
-        self.programs: dict[Key, LoadedProgram] = {}
-        same: dict[tuple[str, int], LoadedProgram] = {}
-        for program in shipment.programs:
-            stage = program.key[0]
-            name = hashlib.blake2b(program.serialized).hexdigest(), stage
-            if name not in same:
-                same[name] = LoadedProgram(program, self._meshes[stage])
-            self.programs[program.key] = same[name]
+        self.programs = self._compiled() if made_here is None else made_here
         self._finish = {
             wire.number: finisher(wire.transfer, self._placed(wire.transfer.target))
             for wire in shipment.incoming
@@ -79,12 +75,27 @@ class Loaded:
         self._transport: SteppedTransport | None = None
         self._peers: Peers | None = None
 
+    def _compiled(self) -> dict[Key, PartExecutable]:
+        found: dict[Key, PartExecutable] = {}
+        same: dict[tuple[str, int], LoadedProgram] = {}
+        for program in self.shipment.programs:
+            stage = program.key[0]
+            name = hashlib.blake2b(program.serialized).hexdigest(), stage
+            if name not in same:
+                same[name] = LoadedProgram(program, self._meshes[stage])
+            found[program.key] = same[name]
+        return found
+
     def connect(self, exchange: Exchange, peers: Peers | None) -> None:
         """Make the transport to other meshes, anew if a peer is another process than before."""
         if peers is None or peers == self._peers:
             return
-        self._transport = exchange.transport(peers, self.shipment, self._placed)
+        self.use(exchange.transport(peers, self.shipment, self._placed))
         self._peers = peers
+
+    def use(self, transport: SteppedTransport) -> None:
+        """Exchange arrays with other meshes by this transport from now on."""
+        self._transport = transport
 
     def run(self, step: int, given: Sequence[jax.Array]) -> list[jax.Array]:
         """Dispatch one step; the results in the order of the shipment."""

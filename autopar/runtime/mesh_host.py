@@ -109,25 +109,10 @@ class MeshHost:
 
     def warm(self, meshes: Iterable[Any]) -> None:
         """Run one small sum over every group of axes of some meshes: communicators are made now, not in a first step."""
-        import itertools
-
-        import jax
-        from jax.sharding import PartitionSpec
-
-        from autopar.runtime.wire_ends import zeros
+        from autopar.runtime.wire_ends import warm
 
         for mesh in meshes:
-            placed = self._jax_mesh(mesh, tuple(range(mesh.size)), tuple(range(mesh.size)))
-            for count in range(1, len(mesh.axis_names) + 1):
-                for axes in itertools.combinations(mesh.axis_names, count):
-                    total = jax.shard_map(
-                        partial(jax.lax.psum, axis_name=axes),
-                        mesh=placed,
-                        in_specs=PartitionSpec(),
-                        out_specs=PartitionSpec(),
-                    )
-                    sharding = jax.sharding.NamedSharding(placed, PartitionSpec())
-                    jax.block_until_ready(jax.jit(total)(zeros((1,), "float32", sharding)))
+            warm(self._jax_mesh(mesh, tuple(range(mesh.size)), tuple(range(mesh.size))))
 
     # ------------------------------------------------------------------------------------------------------ programs
 
@@ -428,8 +413,9 @@ def _is_there(array: Any) -> bool:
 
     if array.is_deleted():
         return True
-    is_key = jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key)
-    return bool((jax.random.key_data(array) if is_key else array).is_ready())
+    if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    return bool(array.is_ready())
 
 
 def _seconds_until_ready(marks: Any, since: float) -> float:

@@ -23,10 +23,10 @@ from autopar.graph.build import avals_of
 from autopar.plan import Layout
 from autopar.runtime.cross_mesh import placed_mesh
 from autopar.runtime.interpreter import Interpreter, Key, finisher
-from autopar.runtime.stage_executable import StageExecutable, jitted_move, jitted_part, moves_of, stored_sharding
+from autopar.runtime.stage_executable import StageExecutable, compiled_stage, stored_sharding
 from autopar.runtime.transport import InProcessTransport
 from autopar.schedule.cross_mesh import CrossMeshTransfer, Placement
-from autopar.schedule.instructions import Instruction, Part, Slot
+from autopar.schedule.instructions import Instruction, Slot
 from autopar.schedule.pipeline import Pipeline
 
 
@@ -68,9 +68,10 @@ class PipelineExecutor:
         self._meshes = [
             placed_mesh(Placement(Layout(()), one.stage.mesh, one.stage.devices), devices) for one in pipeline.stages
         ]
-        self.executables = self._compile(report_progress)
+        self.executables: dict[Key, StageExecutable] = {}
+        for stage, mesh in enumerate(self._meshes):
+            self.executables.update(compiled_stage(pipeline, stage, mesh, transfers, report_progress))
         sent = {one.number: transfers[one.number] for one in pipeline.crossings if not pipeline.stays(one)}
-        self.executables.update(self._moves(transfers))
         self._transport = InProcessTransport(sent, devices)
         finish = {
             number: finisher(transfer, self._meshes[pipeline.crossings[number].target])
@@ -82,26 +83,6 @@ class PipelineExecutor:
         self._counted = tuple(self._numbers())
         self._threads = ThreadPoolExecutor(len(pipeline.lists.lists), thread_name_prefix="autopar-mesh")
         self.compile_seconds = time.monotonic() - started
-
-    def _compile(self, report_progress: Callable[[str], None]) -> dict[Key, StageExecutable]:
-        count = self._pipeline.order.num_microbatches
-        found: dict[Key, StageExecutable] = {}
-        for stage, lowering in enumerate(self._pipeline.stages):
-            avals = avals_of(lowering.graph)
-            for one in lowering.slices.executables:
-                report_progress(f"compiling stage {stage + 1} of {len(self._pipeline.stages)}: {one.part.value}")
-                part = jitted_part(one, self._meshes[stage], count, avals)
-                found[stage, one.part, one.segment] = StageExecutable(part, self._meshes[stage])
-        return found
-
-    def _moves(self, transfers: Mapping[int, CrossMeshTransfer]) -> dict[Key, StageExecutable]:
-        """What hands values on between stages on one mesh."""
-        found: dict[Key, StageExecutable] = {}
-        for crossing, aval in moves_of(self._pipeline):
-            mesh = self._meshes[crossing.source]
-            part = jitted_move(transfers[crossing.number], mesh, aval)
-            found[crossing.source, Part.MOVE, crossing.number] = StageExecutable(part, mesh)
-        return found
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """Run one step on flat leaves; batch leaves are (N, B/N, …). Results are in the order of the step's outputs.

@@ -12,13 +12,15 @@ what is under way is bounded by how far a sender may run ahead.
 Both ends know the name of an offer without speaking to each other: a keyed hash of run, epoch, step, message and the two
 processes.  The key is secret to the run, so that a stray process cannot guess what to pull; the epoch changes when a mesh is
 built anew, so that offers of the dead are never taken for those of the living.
+
+Who cannot send what others wait for offers nothing under its name: their pulls then fail, and so does what reads them.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -73,6 +75,7 @@ class PullTransport:
         self._server, self._peers = server, peers
         own = server.address()
         self._step = 0
+        self._sent: set[Message] = set()
         self._connections: dict[str, Any] = {}
         self._outgoing = {wire.number: _Outgoing(wire, mesh_of(wire.transfer.source), peers, own) for wire in outgoing}
         self._incoming = {wire.number: _Incoming(wire, mesh_of(wire.transfer.target), peers, own) for wire in incoming}
@@ -84,13 +87,16 @@ class PullTransport:
     def begin(self, step: int) -> None:
         """Messages from now on belong to that step."""
         self._step = step
+        self._sent.clear()
 
     def send(self, message: Message, array: jax.Array) -> None:
         """Cut the array and offer its cells; see :class:`~autopar.runtime.transport.Transport`."""
         if (end := self._outgoing.get(message.transfer)) is None:
             raise InternalError(f"{message} does not leave this mesh; report this with the program")
-        for receiver, cells in end.cells(array).items():
-            self._server.await_pull(self._name(message, self._server.address(), receiver), cells)
+        cells = end.cells(array)
+        self._sent.add(message)
+        for receiver, own in cells.items():
+            self._server.await_pull(self._name(message, self._server.address(), receiver), own)
 
     def receive(self, message: Message) -> jax.Array:
         """Post the pulls and join what they will bring; see :class:`~autopar.runtime.transport.Transport`."""
@@ -104,6 +110,17 @@ class PullTransport:
             except (RuntimeError, ValueError) as error:
                 raise TransportError(f"{message} cannot be pulled from {sender}: {error}") from error
         return end.land(cells)
+
+    def break_off(self, steps: Iterable[int], messages: Iterable[Message]) -> None:
+        """Let the pulls of those messages fail in these steps, as far as they were not sent; no others follow."""
+        owed = list(messages)
+        for step in steps:
+            if step != self._step:
+                self.begin(step)
+            for message in owed:
+                if message not in self._sent:
+                    for receiver in self._outgoing[message.transfer].receivers:
+                        self._server.await_pull(self._name(message, self._server.address(), receiver), [])
 
     def _name(self, message: Message, sender: str, receiver: str) -> int:
         """63 bits that only the processes of this run can know."""
@@ -122,6 +139,11 @@ class _Outgoing:
         for (position, _), to in self._departure.route.first:
             if peers.process(sources[position]) == own:
                 self._by_receiver[peers.process(targets[to[0]])].append(to)
+
+    @property
+    def receivers(self) -> list[str]:
+        """The processes that get something from this one."""
+        return list(self._by_receiver)
 
     def cells(self, array: jax.Array) -> dict[str, list[jax.Array]]:
         """What every receiving process gets from this one."""

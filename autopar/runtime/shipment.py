@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -241,26 +241,35 @@ def ship_pipeline(
     """A pipeline, mesh by mesh; ``transfers`` are by the number of their crossing."""
     for lowering in pipeline.stages:
         refuse_what_cannot_travel(lowering.graph)
+    moves = list(_moves(pipeline, transfers, platform))
+    without = shipped_without_programs(pipeline, transfers)
+    meshes = []
+    for mesh in without.meshes:
+        programs: list[Program] = []
+        for stage in mesh.stages:
+            report_progress(f"exporting stage {stage + 1} of {len(pipeline.stages)}")
+            programs += _programs(pipeline, stage, platform)
+            programs += [one for one in moves if one.key[0] == stage]
+        meshes.append(replace(mesh, programs=tuple(programs)))
+    return Shipments(tuple(meshes), without.outputs)
+
+
+def shipped_without_programs(pipeline: Pipeline, transfers: Mapping[int, CrossMeshTransfer]) -> Shipments:
+    """All but the programs: for who makes these where they run."""
     places = list(_outputs(pipeline))
     homes = dict(enumerate(pipeline.homes))
     donated = _sent_and_donated(pipeline)
     sent = [one for one in pipeline.crossings if not pipeline.stays(one)]
     wires = [Wire(one.number, transfers[one.number], one.dtype, one.number in donated) for one in sent]
     ends = [(homes[one.source], homes[one.target]) for one in sent]
-    moves = list(_moves(pipeline, transfers, platform))
     meshes = []
     for number, instructions in enumerate(pipeline.lists.lists):
         stages = [stage for stage, home in homes.items() if home == number]
-        programs: list[Program] = []
-        for stage in stages:
-            report_progress(f"exporting stage {stage + 1} of {len(pipeline.stages)}")
-            programs += _programs(pipeline, stage, platform)
-            programs += [one for one in moves if one.key[0] == stage]
         meshes.append(
             MeshShipment(
                 mesh=number,
                 stages={stage: (pipeline.stages[stage].stage.mesh, _devices(pipeline, stage)) for stage in stages},
-                programs=tuple(programs),
+                programs=(),
                 instructions=tuple(instructions),
                 entries=tuple(entry for stage in stages for entry in _entries(pipeline, stage)),
                 counted=tuple(pair for stage in stages for pair in _counted(pipeline, stage)),

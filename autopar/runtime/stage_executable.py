@@ -11,7 +11,7 @@ which is an ordinary sharding; no sum is taken on the way.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,8 +26,10 @@ from autopar.plan import Layout
 from autopar.runtime.collectives import apply_moves
 from autopar.runtime.executor import partition_spec
 from autopar.runtime.interpret import run_steps
+from autopar.runtime.interpreter import Key
 from autopar.runtime.xla_options import compiled
 from autopar.schedule.cross_mesh import CrossMeshTransfer
+from autopar.schedule.instructions import Part
 from autopar.schedule.pipeline import Pipeline
 from autopar.schedule.slices import Executable, Result
 from autopar.schedule.spmd import Buffer, rematerialises
@@ -154,6 +156,27 @@ class StageExecutable(PartExecutable):
             lowered = part.function.lower(*part.arguments)
             super().__init__(compiled(lowered, mesh, saves_memory=part.saves_memory))
         self.compile_seconds = time.monotonic() - started
+
+
+def compiled_stage(
+    pipeline: Pipeline,
+    stage: int,
+    mesh: jax.sharding.Mesh,
+    transfers: Mapping[int, CrossMeshTransfer],
+    report_progress: Callable[[str], None] = lambda message: None,
+) -> dict[Key, StageExecutable]:
+    """All executables of a stage over the devices of its mesh, and what hands its values on to others on that mesh."""
+    lowering, count = pipeline.stages[stage], pipeline.order.num_microbatches
+    avals = avals_of(lowering.graph)
+    found: dict[Key, StageExecutable] = {}
+    for one in lowering.slices.executables:
+        report_progress(f"compiling stage {stage + 1} of {len(pipeline.stages)}: {one.part.value}")
+        found[stage, one.part, one.segment] = StageExecutable(jitted_part(one, mesh, count, avals), mesh)
+    for crossing, aval in moves_of(pipeline):
+        if crossing.source == stage:
+            part = jitted_move(transfers[crossing.number], mesh, aval)
+            found[stage, Part.MOVE, crossing.number] = StageExecutable(part, mesh)
+    return found
 
 
 def _donated(executable: Executable, count: int) -> tuple[int, ...]:

@@ -9,10 +9,13 @@ A transport between processes carries the cells of ``route.first`` from one to t
 
 from __future__ import annotations
 
+import itertools
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar import _compat
 from autopar.runtime.collectives import is_key
@@ -71,6 +74,16 @@ class Arrival:
 def zeros(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
     """An array of zeros over devices of which some may be in other processes."""
     return jax.make_array_from_callback(shape, sharding, lambda index: np.zeros(shape, dtype)[index])
+
+
+def warm(mesh: jax.sharding.Mesh) -> None:
+    """Run one small sum over every group of a mesh's axes: its processes make their communicators now, all of them at once."""
+    sharding = NamedSharding(mesh, PartitionSpec())
+    for count in range(1, len(mesh.axis_names) + 1):
+        for axes in itertools.combinations(mesh.axis_names, count):
+            sums = partial(jax.lax.psum, axis_name=axes)
+            total = jax.shard_map(sums, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
+            jax.block_until_ready(jax.jit(total)(zeros((1,), "float32", sharding)))
 
 
 def words_of(dtype: str) -> tuple[str | None, np.dtype[Any], tuple[int, ...]]:
