@@ -105,7 +105,8 @@ def undisturbed(nodes: RayNodes, folder: Path, **told: Any) -> list[float]:
 
 
 def test_fewer_hosts_and_all_again(three_hosts: RayNodes, tmp_path: Path) -> None:
-    told = {"options": {}, "steps": 60, "every_steps": 4, "pause_seconds": 0.3}
+    # By a plan on all hosts: so small a model is planned for two devices else.
+    told = {"options": {"method": "data_parallel"}, "steps": 60, "every_steps": 4, "pause_seconds": 0.3}
     wanted = undisturbed(three_hosts, tmp_path, **(told | {"pause_seconds": 0.0}))
     driver = Driver(three_hosts, tmp_path, recovery={"patience_seconds": 3.0}, **told)
     driver.until(reached(6))
