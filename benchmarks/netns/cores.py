@@ -82,7 +82,7 @@ def _microseconds(cores: float) -> str:
 def remove_groups(prefix: str) -> None:
     """Remove the groups of hosts whose owner is no more."""
     for root in (_FIRST_VERSION, _SECOND_VERSION):
-        for folder in root.glob(f"{prefix}*"):
+        for folder in root.glob(f"{prefix}[!0-9]*"):  # not those of an owner whose number only begins so
             remove_group(folder)
 
 

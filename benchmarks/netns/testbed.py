@@ -26,6 +26,12 @@ HOSTS, DEVICES = 4, 2
 _SHARE_OF_MACHINE = 0.2
 _PORT = 7700
 ROOT = str(Path(__file__).parents[2])
+_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "NPROC": str(max(4, 2 * DEVICES)),  # threads of XLA, as the processes of a mesh have them
+    "PYTHONPATH": ROOT,
+    "XLA_FLAGS": "",
+}
 
 
 def testbed(mbit: int) -> RayNodes:
@@ -50,18 +56,12 @@ class Plain:
         hosts, said = self._nodes.hosts, self._nodes.hosts.folder / "plain.json"
         said.unlink(missing_ok=True)
         self._port += 1
-        environment = {
-            "JAX_PLATFORMS": "cpu",
-            "NPROC": str(max(4, 2 * DEVICES)),
-            "PYTHONPATH": ROOT,
-            "XLA_FLAGS": "",
-        }
         command = [sys.executable, "-m", "benchmarks.netns.plain", what[0], str(said), *what[1:]]
         command += ["--coordinator", f"{hosts.address(0)}:{self._port}"]
         command += ["--hosts", str(HOSTS), "--devices", str(DEVICES)]
         logs = [hosts.folder / f"plain{host}.log" for host in range(HOSTS)]
         started = [
-            hosts.start(host, [*command, "--rank", str(host)], environment, log) for host, log in enumerate(logs)
+            hosts.start(host, [*command, "--rank", str(host)], _ENVIRONMENT, log) for host, log in enumerate(logs)
         ]
         codes = [process.wait() for process in started]
         if any(codes):
@@ -130,12 +130,11 @@ def _measure_profile(nodes: RayNodes, out: Path) -> None:
     """Measure a host while all others do the same work, and keep what the first one saw."""
     started_at = time.monotonic()
     hosts = nodes.hosts
-    environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": ROOT, "XLA_FLAGS": ""}
     command = [sys.executable, "-m", "autopar", "profile", "--devices", str(DEVICES), "--out"]
     files = [out, *(hosts.folder / f"profile{host}.json" for host in range(1, HOSTS))]
     logs = [hosts.folder / f"profile{host}.log" for host in range(HOSTS)]
     started = [
-        hosts.start(host, [*command, str(file)], environment, log)
+        hosts.start(host, [*command, str(file)], _ENVIRONMENT, log)
         for host, (file, log) in enumerate(zip(files, logs, strict=True))
     ]
     if started[0].wait() != 0:
