@@ -141,6 +141,21 @@ def test_optimizers_that_choose_after_the_microbatches(name: str) -> None:
     assert wrong_leaves(expected.state, got.state) == {}
 
 
+def test_leaves_that_are_handed_out_as_they_came_keep_their_memory() -> None:
+    """One that both stages read, one that a single stage has; the step changes both."""
+
+    def decaying(state: Any, batch: Any) -> Any:
+        loss, gradients = jax.value_and_grad(mean_loss)(state["params"], batch)
+        params = jax.tree.map(lambda p, g: p - state["rate"] * g, state["params"], gradients)
+        used = {"rate": state["rate"], "kernel": state["params"]["layer3"]["kernel"]}
+        return {"params": params, "rate": state["rate"] * 0.9}, {"loss": loss, **used}
+
+    def fresh() -> Any:
+        return {"params": make_state()["params"], "rate": jnp.float32(0.5)}
+
+    same(after_two(pipeline(decaying, 2, 2), fresh()), after_two(jax.jit(decaying), fresh()))
+
+
 @pytest.mark.verify
 def test_what_is_not_fixed_is_searched() -> None:
     arguments = jax.eval_shape(make_state), examples()

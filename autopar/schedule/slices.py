@@ -309,12 +309,17 @@ class _Slicing:
         return placed
 
     def _with_donations(self, one: Executable, inputs: Sequence[Place], outputs: Sequence[Place | None]) -> Executable:
-        """Accumulators are increased in place; a leaf's next value takes the leaf's memory where it is made."""
+        """Accumulators are increased in place; a leaf's next value takes the leaf's memory where it is made.
+
+        A leaf that the step hands out as it came keeps its memory.
+        """
         argument_of = {argument.place: k for k, argument in enumerate(one.arguments) if not argument.is_stacked}
         result_of = {result.place: k for k, result in enumerate(one.results)}
         taken = {argument_of[p]: k for p, k in result_of.items() if p.scope is Scope.SUM and p in argument_of}
         for source, output in self._donated_pairs:
             leaf, new = inputs[source], outputs[output]
+            if leaf in outputs:
+                continue
             if new in result_of and leaf in argument_of and leaf.buffer.layout == new.buffer.layout:
                 taken.setdefault(argument_of[leaf], result_of[new])
         return replace(one, donations=tuple(sorted(taken.items())))
