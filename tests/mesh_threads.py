@@ -69,6 +69,10 @@ class MeshThreads:
             for one in self._shipments.outputs
         ]
 
+    def wait(self, results: Sequence[Any]) -> None:
+        """Wait until the results of a step are there."""
+        jax.block_until_ready(results)
+
     def _put(self, leaves: Sequence[Any], entry: Any, sharding: Any) -> jax.Array:
         leaf = leaves[entry.position]
         value = leaf if entry.row < 0 else leaf[entry.row]

@@ -93,7 +93,7 @@ def check_pipeline() -> None:
     local = autopar.Cluster.local()
     slow = dataclasses.replace(local.device, flops_per_second=dict.fromkeys(local.device.flops_per_second, 1e8))
     cluster = local.replace(name="slow GPUs", device=slow)
-    with mock.patch("autopar.api.PipelineExecutor", executor):
+    with mock.patch("autopar.compiled.PipelineExecutor", executor):
         for schedule in ("gpipe", "1f1b", "eager_1f1b"):
             equal_to_jit(cluster, 2, 4, schedule=schedule)
 

@@ -294,7 +294,7 @@ def over_nccl(monkeypatch: pytest.MonkeyPatch) -> list[MeshThreads]:
         made.append(MeshThreads(ship_pipeline(pipeline, transfers, Platform.CPU, say), FakeNccl))
         return made[-1]
 
-    monkeypatch.setattr("autopar.api.PipelineExecutor", executor)
+    monkeypatch.setattr("autopar.compiled.PipelineExecutor", executor)
     return made
 
 
@@ -371,7 +371,7 @@ def test_a_receive_that_stands_too_early_is_caught(monkeypatch: pytest.MonkeyPat
         library.limit_seconds = 3.0
         return made
 
-    monkeypatch.setattr("autopar.api.PipelineExecutor", executor)
+    monkeypatch.setattr("autopar.compiled.PipelineExecutor", executor)
     with pytest.raises(TransportError, match="a stream does not go on, though it had 3 s: rank"):
         equal_to_jit(eight_slow_devices(), 2, 2, schedule="1f1b", mesh_shape=(4,))
 
