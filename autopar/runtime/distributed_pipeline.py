@@ -34,7 +34,7 @@ from autopar.runtime.own_leaves import OwnLeaves
 from autopar.runtime.pulled import PullTransport
 from autopar.runtime.reports import Reporter, reports_of, shared_with_state
 from autopar.runtime.shipment import Output, shipped_without_programs
-from autopar.runtime.stage_executable import PartExecutable, compiled_stage, stored_sharding
+from autopar.runtime.stage_executable import PartExecutable, compiled_stage, stored_sharding, titled
 from autopar.runtime.transport import Message
 from autopar.runtime.wire_ends import warm
 from autopar.schedule.cross_mesh import CrossMeshTransfer
@@ -261,10 +261,7 @@ class DistributedPipelineExecutor:
 
     def as_text(self) -> str:
         """The optimized HLO of the executables of this process's meshes, each under a line that names it."""
-        return "\n".join(
-            f"// stage {stage}, {part.value} {segment}\n{one.as_text()}"
-            for (stage, part, segment), one in self._programs.items()
-        )
+        return titled((key, one.as_text()) for key, one in self._programs.items())
 
     def memory_analysis(self) -> dict[Key, Any]:
         """XLA's own account of bytes on one device, for each executable of this process's meshes."""

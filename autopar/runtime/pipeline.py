@@ -23,7 +23,7 @@ from autopar.graph.build import avals_of
 from autopar.plan import Layout
 from autopar.runtime.cross_mesh import placed_mesh
 from autopar.runtime.interpreter import Interpreter, Key, finisher
-from autopar.runtime.stage_executable import StageExecutable, compiled_stage, stored_sharding
+from autopar.runtime.stage_executable import StageExecutable, compiled_stage, stored_sharding, titled
 from autopar.runtime.transport import InProcessTransport
 from autopar.schedule.cross_mesh import CrossMeshTransfer, Placement
 from autopar.schedule.instructions import Instruction, Slot
@@ -198,10 +198,7 @@ class PipelineExecutor:
 
     def as_text(self) -> str:
         """The optimized HLO of all executables, one after the other, each under a line that names it."""
-        return "\n".join(
-            f"// stage {stage}, {part.value} {segment}\n{one.as_text()}"
-            for (stage, part, segment), one in self.executables.items()
-        )
+        return titled((key, one.as_text()) for key, one in self.executables.items())
 
     def memory_analysis(self) -> dict[Key, Any]:
         """XLA's own account of bytes on one device, for each executable."""

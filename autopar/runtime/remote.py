@@ -26,6 +26,7 @@ from autopar.runtime.interpreter import Key
 from autopar.runtime.introductions import introduced, is_over
 from autopar.runtime.messages import HostPieces, HostRows, ProgramMemory, StepOrder, StepReport, Where
 from autopar.runtime.shipment import Entry, Output, Shipments
+from autopar.runtime.stage_executable import titled
 from autopar.runtime.waiting import COMPILING_SECONDS, collected
 
 RUN_AHEAD = 3
@@ -219,13 +220,13 @@ class RemoteExecutor:
 
     def as_text(self) -> str:
         """The optimized HLO of all executables, one after the other, each under a line that names it."""
-        rows = []
+        found: list[tuple[Key, str]] = []
         for world, digest in zip(self.worlds, self._digests, strict=True):
             (texts,) = collected(
                 [world.actors[0].texts.remote(digest)], COMPILING_SECONDS, f"the programs of {world.name}"
             )
-            rows += [f"// stage {stage}, {part.value} {segment}\n{text}" for (stage, part, segment), text in texts]
-        return "\n".join(rows)
+            found += texts
+        return titled(found)
 
     def memory_analysis(self) -> Any:
         """XLA's own account of bytes on one device; of a pipeline that of each executable, by its key."""

@@ -11,7 +11,7 @@ which is an ordinary sharding; no sum is taken on the way.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -156,6 +156,11 @@ class StageExecutable(PartExecutable):
             lowered = part.function.lower(*part.arguments)
             super().__init__(compiled(lowered, mesh, saves_memory=part.saves_memory))
         self.compile_seconds = time.monotonic() - started
+
+
+def titled(texts: Iterable[tuple[Key, str]]) -> str:
+    """The optimized HLO of executables, one after the other, each under a line that names it."""
+    return "\n".join(f"// stage {stage}, {part.value} {segment}\n{text}" for (stage, part, segment), text in texts)
 
 
 def compiled_stage(
