@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from autopar.timing import Timer
 
 CHAIN = 9
-"""Links of a chain, unless said otherwise."""
+"""Links of a chain."""
 SPEC = PartitionSpec(("other", "group"))
 """The first dimension over all devices of a mesh of :class:`Bench`."""
 
@@ -44,22 +44,21 @@ class Bench:
         self,
         link: Callable[..., jax.Array],
         mesh: jax.sharding.Mesh,
-        arguments: tuple[jax.Array, ...],
+        x: jax.Array,
+        others: Sequence[jax.Array] = (),
         *,
-        links: int = CHAIN,
-        of_a_link: int = 1,
         check: Callable[[int, str], None] | None = None,
     ) -> float:
-        """Seconds of one of the ``of_a_link`` things that a link does, of its own result; other arguments stay the same.
+        """Seconds of one link: of what the link before made of ``x``, and, if there are any, of the next of the others in turn.
 
         ``check`` is told the length of each chain and its compiled text.
         """
-        chains = [_unrolled(link, length, mesh, arguments) for length in (1, links)]
+        chains = [_unrolled(link, length, mesh, (x, *others)) for length in (1, CHAIN)]
         if check is not None:
-            for length, chain in zip((1, links), chains, strict=True):
+            for length, chain in zip((1, CHAIN), chains, strict=True):
                 check(length, chain.as_text())
-        calls = (lambda chain=chain: chain(*arguments) for chain in chains)
-        return self.timer.difference(*calls, extra=(links - 1) * of_a_link)
+        calls = (lambda chain=chain: chain(x, *others) for chain in chains)
+        return self.timer.difference(*calls, extra=CHAIN - 1)
 
     def loop_seconds(self, trip: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, trips: int) -> float:
         """Seconds of one trip on each device: ``trip`` makes, of its number and an array, the next array."""
@@ -82,11 +81,11 @@ def spread(array: Any, mesh: jax.sharding.Mesh) -> jax.Array:
 def _unrolled(
     link: Callable[..., jax.Array], length: int, mesh: jax.sharding.Mesh, arguments: tuple[jax.Array, ...]
 ) -> Any:
-    """A compiled chain: ``link`` of its own result, the other arguments the same each time."""
+    """A compiled chain: ``link`` of its own result and of the other arguments in turn."""
 
     def chain(value: jax.Array, *others: jax.Array) -> jax.Array:
-        for _ in range(length):
-            value = link(value, *others)
+        for number in range(length):
+            value = link(value, others[number % len(others)]) if others else link(value)
         return value
 
     local = jax.shard_map(chain, mesh=mesh, in_specs=(SPEC,) * len(arguments), out_specs=SPEC, check_vma=False)

@@ -312,6 +312,11 @@ class Cluster:
         )
 
     @property
+    def meshes_are_processes(self) -> bool:
+        """Whether meshes of a pipeline run in processes of their own, and so do not share memory."""
+        return self.runs_on is not None or self.is_distributed or self.hosts > 1
+
+    @property
     def num_devices(self) -> int:
         """All devices of all hosts."""
         return self.hosts * self.devices_per_host

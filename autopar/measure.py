@@ -31,6 +31,7 @@ from autopar.cost_model.collectives import Collective, wire_bytes
 from autopar.errors import ClusterError
 from autopar.measured_collectives import collective_seconds, group_sizes, share_cores, waiting_seconds
 from autopar.measured_convolutions import CONVOLUTIONS, Convolution
+from autopar.measured_exchanges import SelfExchange
 from autopar.measured_operations import OPERATIONS, Operation
 from autopar.profile import (
     SKINNINESS,
@@ -91,6 +92,8 @@ class Effort:
     of them the waits."""
     turned_shape: tuple[int, int] = (512, 2048)
     """Of a float32 matrix that is copied into another order."""
+    message_bytes: tuple[int, ...] = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23)
+    """Of messages between processes."""
 
 
 FULL = Effort(
@@ -141,6 +144,7 @@ def measure(effort: Effort = FULL, say: Callable[[str], None] = lambda message: 
         convolutions=tuple(measuring.convolutions()),
         waits=tuple(measuring.waits()),
         turned_bytes_per_second=measuring.turned_bytes_per_second() if on_cpu else None,
+        exchanges=measuring.exchanges() if on_cpu else None,
     )
 
 
@@ -148,8 +152,7 @@ class Measuring:
     """The figures of a profile, one kind after the other."""
 
     def __init__(self, devices: Sequence[Any], effort: Effort, say: Callable[[str], None]) -> None:
-        timer = Timer if quota_cores() is None else RationedTimer
-        self._bench = Bench(devices, timer(effort.seconds, effort.least_runs))
+        self._bench = Bench(devices, _timer(devices, effort))
         self._effort = effort
         self._say = say
 
@@ -186,9 +189,9 @@ class Measuring:
                     if shape is ProductShape.SKINNY and side < SKINNINESS:
                         continue
                     self._say(f"{shape.value} products of {dtype} [{side}, {side}]")
-                    inner = side if shape is ProductShape.SQUARE else side // SKINNINESS
-                    seconds = self._product_seconds(dtype, side, inner)
-                    samples[2.0 * side * side * inner] = seconds
+                    rows = side if shape is ProductShape.SQUARE else side // SKINNINESS
+                    seconds = self._product_seconds(dtype, side, rows)
+                    samples[2.0 * side * side * rows] = seconds
                     if seconds > self._effort.longest_seconds:
                         break
                 yield ProductCurve(dtype, jnp.dtype(dtype).itemsize, shape, _curve(samples))
@@ -264,6 +267,15 @@ class Measuring:
         turned, straight = (self._bench.loop_seconds(copied(turns), x, LEAST_TRIPS) for turns in (True, False))
         return 2 * 4 * rows * columns / max(turned - straight / 2, LEAST_SECONDS)
 
+    def exchanges(self) -> Curve:
+        """What messages between processes cost the processors at each end."""
+        ends = SelfExchange(self._bench)
+        samples = {}
+        for size_bytes in self._effort.message_bytes:
+            self._say(f"messages of {size_bytes >> 10} KiB between processes")
+            samples[float(size_bytes)] = ends.seconds(size_bytes)
+        return _curve(samples)
+
     def dispatch(self) -> Dispatch:
         """A call that does almost nothing, an array of one page from device to device, and products on one device alone."""
         self._say("calls of executables")
@@ -282,31 +294,26 @@ class Measuring:
 
     # -------------------------------------------------------------------------------------------------------- how to time
 
-    def _product_seconds(self, dtype: str, side: int, inner: int) -> float:
-        """Seconds of one product of 2 · side · side · inner FLOPs on each device."""
+    def _product_seconds(self, dtype: str, side: int, rows: int) -> float:
+        """Seconds of one product [rows, side] × [side, side] on each device; few rows meet a right operand that caches lost."""
         with jax.enable_x64(jnp.dtype(dtype).itemsize > 4):
             mesh = self._bench.mesh(1)
-            x = self._bench.spread((side, inner), mesh, jnp.dtype(dtype))
-            w = self._bench.spread((inner, side), mesh, jnp.dtype(dtype))
-
-            def link(value: jax.Array, right: jax.Array) -> jax.Array:
-                product = value @ right
-                return product if inner == side else product @ value
-
-            if inner == side:
-                return self._bench.chain_seconds(link, mesh, (x, w))
-            return self._bench.chain_seconds(link, mesh, (x, w), links=(CHAIN + 1) // 2, of_a_link=2)
+            held_bytes = side * side * jnp.dtype(dtype).itemsize
+            count = 1 if rows == side else min(-(-self._effort.streamed_bytes // held_bytes), CHAIN)
+            x = self._bench.spread((rows, side), mesh, jnp.dtype(dtype))
+            right = [self._bench.spread((side, side), mesh, jnp.dtype(dtype)) for _ in range(count)]
+            return self._bench.chain_seconds(lambda value, other: value @ other, mesh, x, right)
 
     def _convolution_seconds(self, convolution: Convolution, side: int) -> float:
         """Seconds of one convolution of float32 on each device; each waits for a number of the one before."""
         mesh = self._bench.mesh(1)
-        operands = [self._bench.spread(shape, mesh) for shape in convolution.shapes(side)]
+        image, other = (self._bench.spread(shape, mesh) for shape in convolution.shapes(side))
 
-        def link(image: jax.Array, other: jax.Array) -> jax.Array:
-            result = lax.optimization_barrier(convolution.apply(image, other))
-            return image + result[(0,) * result.ndim]
+        def link(value: jax.Array, window: jax.Array) -> jax.Array:
+            result = lax.optimization_barrier(convolution.apply(value, window))
+            return value + result[(0,) * result.ndim]
 
-        return self._bench.chain_seconds(link, mesh, tuple(operands))
+        return self._bench.chain_seconds(link, mesh, image, [other])
 
     def _trip_seconds(self, elements: int, trips: int, pieces: int) -> float:
         """Seconds of one trip of a loop around one elementwise kernel on so many float32 on each device.
@@ -373,6 +380,14 @@ class Measuring:
 
         there, beyond = self._bench.timer.typical(in_place, lambda: inside(two, start))
         return max(beyond - there, LEAST_SECONDS)
+
+
+def _timer(devices: Sequence[Any], effort: Effort) -> Timer:
+    """A ration of processor time says nothing of accelerators, which compute on when the process has spent it."""
+    cores = quota_cores() if devices[0].platform == Platform.CPU.value else None
+    if cores is None:
+        return Timer(effort.seconds, effort.least_runs)
+    return RationedTimer(effort.seconds, effort.least_runs, cores)
 
 
 def _curve(samples: dict[float, float]) -> Curve:

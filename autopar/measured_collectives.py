@@ -56,7 +56,7 @@ def collective_seconds(bench: Bench, kind: Collective, group_size: int, elements
     x = bench.spread((elements,), mesh)
     link = _LINKS[kind]
     return bench.chain_seconds(
-        lambda value: link(value, group_size), mesh, (x,), check=lambda length, text: _check_count(kind, length, text)
+        lambda value: link(value, group_size), mesh, x, check=lambda length, text: _check_count(kind, length, text)
     )
 
 

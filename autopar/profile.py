@@ -9,11 +9,12 @@ A profile holds *curves*: seconds as a function of an amount, all devices of one
     elementwise                              of the bytes that one kernel on one device reads and writes, soon after others did
     streamed                                 of the same bytes, which nobody has touched since they left the caches
     fresh outputs, scratch                   of the bytes of an array, or of a block, that is allocated for one call
+    exchanges                                of the bytes of a message between processes, which either end copies
 
 (a convolution's FLOPs as :mod:`autopar.graph.flops` counts them), the rate at which copies turn arrays, rates of single
 operations (:class:`OperationRate`), and what only several executables show that take turns and run side by side
 (:class:`Dispatch`).  What a profile does not hold is priced without: waits as none, streamed and turned bytes as others, fresh
-memory as free, operations and convolutions at the rate of matrix products.
+memory and exchanges as free, operations and convolutions at the rate of matrix products.
 
 A curve is made to rise (more work never takes less time) by the nearest rising figures in the sense of least squares
 (isotonic regression; Barlow et al., 1972), so that a point that was measured too high does not raise all beyond it.  It is
@@ -22,9 +23,13 @@ the last at the rate of its last rising segment.
 
 *Group sizes that were not measured* take the curve of the measured size whose ring factor (p-1)/p is nearest.
 
-*Products.*  With ``f`` FLOPs and ``b`` bytes of operands and result, ``r = b_square(f) / b`` compares the traffic with
-that of a square product of as many FLOPs: 1 for square ones, less for skinny ones.  Seconds go from the skinny curve to the
-square one linearly in log r.
+*Products.*  Libraries copy operands into an order of their own before they multiply, which costs by the byte: among many
+products nothing, with few rows as much as the products.  So ``f`` FLOPs over ``b`` bytes of operands and result take
+
+    square(f) + extra(b − b_square(f))
+
+where a square product of as many FLOPs has b_square(f) bytes, and *extra* goes through what the skinny products that were
+measured took longer than square ones of as many FLOPs, and through (0, 0).
 
 This file imports nothing of ours but the error type.  The file format is in :mod:`autopar.profile_file`, the measuring in
 :mod:`autopar.measure`.
@@ -51,7 +56,7 @@ class ProductShape(Enum):
     SQUARE = "square"
     """[s, s] × [s, s]."""
     SKINNY = "skinny"
-    """[s, s/16] × [s/16, s] and [s, s] × [s, s/16] in turn."""
+    """[s/16, s] × [s, s], each time another right operand, as a few rows go through the weights of a model."""
 
 
 SKINNINESS = 16
@@ -277,6 +282,8 @@ class Profile:
     waits: tuple[WaitCurve, ...] = ()
     turned_bytes_per_second: float | None = None
     """Read and written, of a copy whose dimensions lie in another order."""
+    exchanges: Curve | None = None
+    """Of the processors of a host while all its devices compute, at each end."""
 
     def __post_init__(self) -> None:
         rate = self.turned_bytes_per_second
@@ -354,26 +361,45 @@ class Profile:
         """Seconds of one matrix product on one device; None for a dtype that was not measured."""
         if (found := self._products.get(dtype)) is None:
             return None
-        itemsize, square, skinny = found
+        itemsize, square, extra = found
         fast = square.at(flops)
-        if bytes_moved <= 0 or skinny is None:
+        extra_bytes = bytes_moved - _square_bytes(flops, itemsize)
+        if extra is None or extra_bytes <= 0:
             return fast
-        ratio = 3 * (flops / 2) ** (2 / 3) * itemsize / bytes_moved
-        if ratio >= 1:
-            return fast
-        share = min(math.log(ratio) / math.log(skinny_ratio()), 1.0)
-        return fast + share * (skinny.at(flops) - fast)
+        return fast + extra.at(extra_bytes) * min(extra_bytes / extra.samples[0][0], 1.0)
 
     @cached_property
     def _products(self) -> dict[str, tuple[int, Curve, Curve | None]]:
-        """By dtype: bytes of an element, the curve of square products (or the only one), that of skinny ones."""
+        """By dtype: bytes of an element, the curve of square products (or the only one), the extra seconds of others by their
+        extra bytes."""
         by_shape = {(one.dtype, one.shape): one for one in self.products}
         found: dict[str, tuple[int, Curve, Curve | None]] = {}
         for one in self.products:
-            square = by_shape.get((one.dtype, ProductShape.SQUARE), one)
+            square = by_shape.get((one.dtype, ProductShape.SQUARE), one).curve
             skinny = by_shape.get((one.dtype, ProductShape.SKINNY))
-            found[one.dtype] = (one.itemsize_bytes, square.curve, None if skinny is None else skinny.curve)
+            extra = None if skinny is None else _extra(skinny.curve, square, one.itemsize_bytes)
+            found[one.dtype] = (one.itemsize_bytes, square, extra)
         return found
+
+
+def _square_bytes(flops: float, itemsize_bytes: int) -> float:
+    """Of the operands and the result of a square product of so many FLOPs."""
+    return 3 * (flops / 2) ** (2 / 3) * itemsize_bytes
+
+
+def _extra(skinny: Curve, square: Curve, itemsize_bytes: int) -> Curve:
+    """What skinny products took longer than square ones of as many FLOPs, by the bytes that they have more."""
+    more_bytes = 1 / skinny_ratio() - 1
+    return Curve(
+        tuple(
+            (_square_bytes(flops, itemsize_bytes) * more_bytes, max(skinny.at(flops) - square.at(flops), _NOTHING_SECONDS))
+            for flops, _ in skinny.samples
+        )
+    )
+
+
+_NOTHING_SECONDS = 1e-12
+"""Where noise makes a difference negative; curves are above zero."""
 
 
 def _nearest(measured: Iterable[int], group_size: int) -> int:

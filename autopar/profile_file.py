@@ -2,9 +2,10 @@
 
     load(save(profile)) = profile
 
-JSON, ``{"format": "autopar-profile", "version": 4, "profile": {…}}`` with the fields of ``Profile``; a curve is its list of
+JSON, ``{"format": "autopar-profile", "version": 5, "profile": {…}}`` with the fields of ``Profile``; a curve is its list of
 ``[amount, seconds]``, as measured.  Files of version 1 lack ``streamed``, ``fresh`` and ``operations``,
-those of version 2 ``turned_bytes_per_second``, those of version 3 ``convolutions`` and ``waits``, and are read without.
+those of version 2 ``turned_bytes_per_second``, those of version 3 ``convolutions`` and ``waits``, those of version 4
+``exchanges``, and are read without.
 Unknown fields, wrong types, NaN, negative numbers and cut files are refused with the file, the place in it, and what to do.
 
 The default place is the user's cache directory, one file for each machine, backend, kind and number of devices.  The
@@ -42,8 +43,8 @@ from autopar.profile import (
 )
 
 FILE_FORMAT = "autopar-profile"
-FILE_VERSION = 4
-READABLE_VERSIONS = (1, 2, 3, FILE_VERSION)
+FILE_VERSION = 5
+READABLE_VERSIONS = (1, 2, 3, 4, FILE_VERSION)
 PLACE_VARIABLE = "AUTOPAR_PROFILE"
 NO_PROFILE = "none"
 _ADVICE = "correct it, or measure again with `autopar profile`"
@@ -111,6 +112,7 @@ class _Profile(Struct, forbid_unknown_fields=True, kw_only=True):
     convolutions: tuple[_Convolution, ...] = ()
     waits: tuple[_Wait, ...] = ()
     turned_bytes_per_second: _Positive | None = None
+    exchanges: _Samples | None = None
 
 
 class _File(Struct, forbid_unknown_fields=True):
@@ -177,6 +179,7 @@ def save_profile(profile: Profile, path: str | Path) -> None:
         convolutions=tuple(_Convolution(one.dtype, one.family, one.curve.samples) for one in profile.convolutions),
         waits=tuple(_Wait(one.group_size, one.curve.samples) for one in profile.waits),
         turned_bytes_per_second=profile.turned_bytes_per_second,
+        exchanges=None if profile.exchanges is None else profile.exchanges.samples,
     )
     data = msgspec.json.encode(_File(FILE_FORMAT, FILE_VERSION, stored))
     try:
@@ -258,6 +261,7 @@ def _profile(path: str, stored: _Profile) -> Profile:
                 for number, one in enumerate(stored.waits)
             ),
             turned_bytes_per_second=stored.turned_bytes_per_second,
+            exchanges=None if stored.exchanges is None else _curve("exchanges", stored.exchanges),
         )
     except ClusterError as error:
         raise ClusterError(f"{path}: $.profile.{error}") from error

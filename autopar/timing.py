@@ -3,13 +3,19 @@
     least       the fewest seconds of many calls: the machine at rest
     difference  (long chain − short chain) / links more: the cost of a call drops out
     typical     the median of many calls: where calls differ in earnest, as allocations do
+    processor   the median of what all threads compute meanwhile, however long they wait
 
 The chains of a difference take turns, so that a drift of the machine hits both, and the least of each counts.  Where a busy
 machine makes the difference vanish, the long chain over its links, an upper bound, stands instead.  No figure is below the
 resolution of the clock, so none is zero.
 
-Where processor time is rationed (:mod:`autopar.cores`) the least of many short calls are those that the ration does not
-stop: none of a step's work is as fast in the long run.  There the mean counts everywhere.
+Where processor time is rationed to q cores (:mod:`autopar.cores`) all threads stop when a period's share is spent.  Most short
+calls are not stopped, a few for long, and the clock tells nothing of any of them.  Calls that go on until they use up the
+ration take in the long run
+
+    seconds = processor seconds of the call / q
+
+of which the median counts everywhere.  Calls that leave some of it unused were not stopped: for them the clock stands.
 """
 
 from __future__ import annotations
@@ -52,6 +58,10 @@ class Timer:
         """The median seconds of each call; the calls take turns."""
         return [self.of_varying(one) for one in self._runs(calls)]
 
+    def processor_seconds(self, call: Callable[[], Any]) -> float:
+        """The median of what all threads of this process compute while a call's result is waited for."""
+        return statistics.median(run.processor_seconds for run in self._timed((call,))[0])
+
     def difference(self, short: Callable[[], Any], long: Callable[[], Any], *, extra: int) -> float:
         """Seconds of one of the ``extra`` links that the long chain has more than the short one."""
         least, most = (self.of_many(one) for one in self._runs((short, long)))
@@ -67,25 +77,52 @@ class Timer:
 
     def _runs(self, calls: Sequence[Callable[[], Any]]) -> list[list[float]]:
         """Seconds of every run of each call, after one that warms up."""
+        return [[run.seconds for run in runs] for runs in self._timed(calls)]
+
+    def _timed(self, calls: Sequence[Callable[[], Any]]) -> list[list[_Run]]:
+        """Every run of each call, after one that warms up; the calls take turns."""
         for call in calls:
             jax.block_until_ready(call())
-        found: list[list[float]] = [[] for _ in calls]
+        found: list[list[_Run]] = [[] for _ in calls]
         started = time.perf_counter()
         while len(found[0]) < self.least_runs or time.perf_counter() - started < self.seconds:
-            for call, seconds in zip(calls, found, strict=True):
-                begun = time.perf_counter()
+            for call, runs in zip(calls, found, strict=True):
+                begun, spent = time.perf_counter(), time.process_time()
                 jax.block_until_ready(call())
-                seconds.append(max(time.perf_counter() - begun, LEAST_SECONDS))
+                runs.append(_Run(_positive(time.perf_counter() - begun), _positive(time.process_time() - spent)))
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One run of a call: by the clock, and what all threads of the process computed meanwhile."""
+
+    seconds: float
+    processor_seconds: float
+
+
+def _positive(seconds: float) -> float:
+    return max(seconds, LEAST_SECONDS)
+
+
+USED_UP = 0.9
+"""Calls that take so much of the ration are stopped for want of more."""
+
+
+@dataclass(frozen=True)
 class RationedTimer(Timer):
-    """Where a control group stops all threads when they have had their time: what calls take on average."""
+    """For work on processors of which a control group leaves this process ``cores``."""
+
+    cores: float
 
     def of_many(self, seconds: Sequence[float]) -> float:
-        """The mean."""
-        return statistics.fmean(seconds)
+        """The median: of processor time no run is the machine at rest."""
+        return statistics.median(seconds)
 
-    def of_varying(self, seconds: Sequence[float]) -> float:
-        """The mean."""
-        return statistics.fmean(seconds)
+    def _runs(self, calls: Sequence[Callable[[], Any]]) -> list[list[float]]:
+        timed = self._timed(calls)
+        clock = sum(run.seconds for runs in timed for run in runs)
+        spent = sum(run.processor_seconds for runs in timed for run in runs)
+        if spent < USED_UP * self.cores * clock:
+            return [[run.seconds for run in runs] for runs in timed]
+        return [[run.processor_seconds / self.cores for run in runs] for runs in timed]

@@ -18,6 +18,7 @@ from functools import cached_property
 
 from autopar.cluster import Cluster
 from autopar.cost_model.arrays import arrays_of
+from autopar.cost_model.exchanges import exchange_seconds
 from autopar.cost_model.forecast import Forecast
 from autopar.cost_model.machine import Load, Machine, make_machine, message_load
 from autopar.cost_model.memory import timeline
@@ -180,13 +181,16 @@ def simulate_pipeline(
     """One step of a pipeline on a cluster; ``costs`` run parallel to its stages."""
     staying = {crossing.number for crossing in pipeline.crossings if pipeline.stays(crossing)}
     moves = {number: move_seconds(transfers[number], cluster) for number in staying}
-    loads = {number: transfer_load(one, cluster) for number, one in transfers.items() if number not in staying}
+    sent = {number: one for number, one in transfers.items() if number not in staying}
+    loads = {number: transfer_load(one, cluster) for number, one in sent.items()}
+    exchanges = exchange_seconds(pipeline.lists.lists, sent, cluster)
 
     def slot_bytes(slot: Slot) -> float:
         return costs[slot.stage].slot_bytes[slot.name]
 
     def task_seconds(task: Task) -> float:
-        return moves[task.segment] if task.part is Part.MOVE else costs[task.stage].seconds(task.part, task.segment)
+        own = moves[task.segment] if task.part is Part.MOVE else costs[task.stage].seconds(task.part, task.segment)
+        return own + exchanges.get(task, 0.0)
 
     def temporary_bytes(task: Task) -> float:
         return 0.0 if task.part is Part.MOVE else costs[task.stage].executables[task.part, task.segment].temp_bytes
@@ -256,9 +260,13 @@ def move_seconds(transfer: CrossMeshTransfer, cluster: Cluster) -> float:
 
 
 def transfer_load(transfer: CrossMeshTransfer, cluster: Cluster) -> Load:
-    """The load of a message; its calls, and what finishes it on the target mesh, delay it like latency."""
+    """The load of a message; its calls, and what finishes it on the target mesh, delay it like latency.
+
+    What messages between processes cost their ends is in :mod:`autopar.cost_model.exchanges`.
+    """
     load = message_load(((tile.sender, tile.receiver, transfer.tile_bytes) for tile in transfer.tiles), cluster)
     latency_seconds = load.latency_seconds + finishing_seconds(transfer, cluster)
     if (dispatch := _dispatch(cluster)) is not None:
-        latency_seconds += dispatch.message_seconds + (dispatch.call_seconds if transfer.moves else 0.0)
+        latency_seconds += 0.0 if cluster.meshes_are_processes else dispatch.message_seconds
+        latency_seconds += dispatch.call_seconds if transfer.moves else 0.0
     return replace(load, latency_seconds=latency_seconds)
