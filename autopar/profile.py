@@ -398,7 +398,7 @@ def _extra(skinny: Curve, square: Curve, itemsize_bytes: int) -> Curve:
     )
 
 
-_NOTHING_SECONDS = 1e-12
+_NOTHING_SECONDS = 1e-15
 """Where noise makes a difference negative; curves are above zero."""
 
 

@@ -181,7 +181,7 @@ def put(*place: Any) -> Any:
 
 BAD = {
     "format": (put("format", "autopar-cluster"), "format is 'autopar-cluster'"),
-    "version": (put("version", 5), "version is 5, this release reads 1, 2, 3, 4"),
+    "version": (put("version", 6), "version is 6, this release reads 1, 2, 3, 4, 5"),
     "negative": (put("profile", "collectives", 1, "samples", 0, 1, -1e-5), r"collectives\[.*samples"),
     "nan": (put("profile", "elementwise", 0, 1, math.nan), "not complete JSON"),
     "text": (put("profile", "products", 0, "samples", 1, 0, "many"), r"products\[.*samples"),
@@ -225,8 +225,8 @@ STREAMED = Curve(((8.0, 1e-7), (1e4, 4e-6), (1e7, 4e-3)))
 RATES = (OperationRate("tanh", 5e-11), OperationRate("sort", 2e-8))
 
 
-def test_what_came_with_version_2_survives_its_file(tmp_path: Path) -> None:
-    full = profile_of(streamed=STREAMED, fresh=FRESH, operations=RATES)
+def test_what_later_versions_brought_survives_its_file(tmp_path: Path) -> None:
+    full = profile_of(streamed=STREAMED, fresh=FRESH, operations=RATES, exchanges=Curve(((1e3, 1e-4), (1e6, 1e-3))))
     save_profile(full, tmp_path / "profile.json")
     assert load_profile(tmp_path / "profile.json") == full
 
@@ -234,9 +234,10 @@ def test_what_came_with_version_2_survives_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "lacks"),
     [
-        (1, ("streamed", "fresh", "operations", "turned_bytes_per_second", "convolutions", "waits")),
-        (2, ("turned_bytes_per_second", "convolutions", "waits")),
-        (3, ("convolutions", "waits")),
+        (1, ("streamed", "fresh", "operations", "turned_bytes_per_second", "convolutions", "waits", "exchanges")),
+        (2, ("turned_bytes_per_second", "convolutions", "waits", "exchanges")),
+        (3, ("convolutions", "waits", "exchanges")),
+        (4, ("exchanges",)),
     ],
 )
 def test_files_of_older_versions_are_read_without_it(version: int, lacks: tuple[str, ...], tmp_path: Path) -> None:
@@ -276,6 +277,7 @@ def test_copies_that_turn_an_array_cost_what_was_measured_of_them(tmp_path: Path
         ("operations", [{"primitive": "exp", "seconds_per_flop": 0.0}], "seconds_per_flop"),
         ("operations", [{"primitive": "exp", "seconds_per_flop": 1.0}] * 2, r"operations\[1\].*twice"),
         ("turned_bytes_per_second", 0.0, "turned_bytes_per_second"),
+        ("exchanges", [[1.0, -1.0]], "exchanges"),
         ("waits", [{"group_size": 2, "samples": [[2.0, 1.0], [1.0, 1.0]]}], r"waits\[0\]\.samples: sample 1"),
         ("waits", [{"group_size": 2, "samples": [[1.0, 1.0]]}] * 2, r"waits\[1\].*twice"),
         ("waits", [{"group_size": 1, "samples": [[1.0, 1.0]]}], "group_size"),
@@ -454,23 +456,31 @@ def test_what_was_not_measured_keeps_its_analytic_price() -> None:
     assert inside != collective_seconds(Collective.ALL_REDUCE, 1e5, ("model",), MESH, two_hosts)
 
 
-def test_products_go_from_the_skinny_curve_to_the_square_one() -> None:
+def test_products_cost_what_square_ones_do_and_more_for_more_bytes() -> None:
     profile = profile_of()
     square, skinny = profile.products[0].curve.at(2e6), profile.products[1].curve.at(2e6)
+    assert skinny > square
     side_bytes = 3 * 1e2**2 * 4.0  # a square product of 2e6 FLOPs has sides of 100
     assert profile.product_seconds(2e6, side_bytes, "float32") == pytest.approx(square)
     assert profile.product_seconds(2e6, side_bytes / 2, "float32") == pytest.approx(square)
-    assert profile.product_seconds(2e6, side_bytes / skinny_ratio(), "float32") == pytest.approx(skinny)
-    assert profile.product_seconds(2e6, side_bytes * 100, "float32") == pytest.approx(skinny)
-    between = profile.product_seconds(2e6, side_bytes / skinny_ratio() ** 0.5, "float32")
-    assert between == pytest.approx((square + skinny) / 2)
+    assert profile.product_seconds(2e6, side_bytes * 1.001, "float32") == pytest.approx(square, rel=1e-2)
+    slower = [profile.product_seconds(2e6, side_bytes * more, "float32") for more in (1, 1.5, 2, 4, 100)]
+    assert slower == sorted(set(slower))
     assert profile.product_seconds(2e6, side_bytes, "int8") is None
 
 
+def test_skinny_products_cost_what_was_measured_of_them() -> None:
+    profile = profile_of()
+    for flops, _ in profile.products[1].curve.samples:
+        skinny_bytes = 3 * (flops / 2) ** (2 / 3) * 4.0 / skinny_ratio()
+        measured = max(profile.products[1].curve.at(flops), profile.products[0].curve.at(flops))
+        assert profile.product_seconds(flops, skinny_bytes, "float32") == pytest.approx(measured)
+
+
 def test_the_skinny_ratio_is_that_of_the_measured_shapes() -> None:
-    side, inner = 1600, 100
-    flops = 2 * side * side * inner
-    assert skinny_ratio() == pytest.approx(3 * (flops / 2) ** (2 / 3) / (side * side + 2 * side * inner))
+    side, rows = 1600, 100
+    flops = 2 * side * side * rows
+    assert skinny_ratio() == pytest.approx(3 * (flops / 2) ** (2 / 3) / (side * side + 2 * side * rows))
 
 
 def test_elementwise_kernels_cost_their_bytes_and_fused_ones_nothing() -> None:
@@ -701,8 +711,31 @@ def test_figures_are_the_least_the_median_the_difference_or_the_mean(monkeypatch
     assert Timer(0.0, 3).difference(taking(3.0, 1.0, 2.0), taking(6.0, 5.0, 7.0), extra=2) == 2.0
     assert Timer(0.0, 1).difference(taking(3.0), taking(3.0), extra=2) == 1.0  # a bound where noise hides the rest
 
-    # Where processor time is rationed, whoever was not stopped was lucky.
-    rationed = RationedTimer(0.0, 3)
-    assert rationed.least(taking(3.0, 1.0, 2.0)) == pytest.approx(2.0)
-    assert rationed.typical(taking(3.0, 1.0, 2.0), taking(9.0, 9.0, 3.0)) == pytest.approx([2.0, 7.0])
-    assert rationed.difference(taking(3.0, 1.0, 2.0), taking(6.0, 5.0, 7.0), extra=2) == pytest.approx(2.0)
+
+def test_rationed_work_takes_its_processor_time_and_unstopped_work_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a core: calls that are stopped now and then, or not at all."""
+    clock, spent = [0.0], [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(timing.time, "process_time", lambda: spent[0])
+
+    def taking(*runs: tuple[float, float]) -> Callable[[], None]:
+        left = iter(((0.0, 0.0), *runs))  # the first call warms up
+
+        def call() -> None:
+            seconds, processor_seconds = next(left)
+            clock[0] += seconds
+            spent[0] += processor_seconds
+
+        return call
+
+    rationed = RationedTimer(0.0, 3, 0.5)
+    # The first two runs were not stopped, the last one was for both of them.
+    stopped = (1.0, 1.0), (1.0, 1.0), (4.0, 1.0)
+    assert rationed.least(taking(*stopped)) == pytest.approx(2.0)
+    assert rationed.typical(taking(*stopped), taking(*stopped)) == pytest.approx([2.0, 2.0])
+    longer = (9.0, 3.0), (3.0, 3.0), (6.0, 3.0)
+    assert rationed.difference(taking(*stopped), taking(*longer), extra=2) == pytest.approx(2.0)
+    # Mostly waiting: nothing was stopped.
+    waiting = (3.0, 0.1), (1.0, 0.1), (2.0, 0.1)
+    assert rationed.least(taking(*waiting)) == pytest.approx(2.0)
+    assert rationed.processor_seconds(taking(*waiting)) == pytest.approx(0.1)
