@@ -10,12 +10,11 @@ machine makes the difference vanish, the long chain over its links, an upper bou
 resolution of the clock, so none is zero.
 
 Where processor time is rationed to q cores (:mod:`autopar.cores`) all threads stop when a period's share is spent.  Most short
-calls are not stopped, a few for long, and the clock tells nothing of any of them.  Calls that go on until they use up the
-ration take in the long run
+calls are not stopped, a few for long, and the clock tells nothing of any of them.  In the long run a call takes
 
-    seconds = processor seconds of the call / q
+    max( least seconds by the clock,  median of its processor seconds / q )
 
-of which the median counts everywhere.  Calls that leave some of it unused were not stopped: for them the clock stands.
+of which the first is that of calls that wait more than they compute, and so are never stopped.
 """
 
 from __future__ import annotations
@@ -32,6 +31,14 @@ import jax
 from autopar.errors import ClusterError
 
 LEAST_SECONDS = max(time.get_clock_info("perf_counter").resolution, 1e-12)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a call: by the clock, and what all threads of the process computed meanwhile."""
+
+    seconds: float
+    processor_seconds: float
 
 
 @dataclass(frozen=True)
@@ -60,53 +67,37 @@ class Timer:
 
     def processor_seconds(self, call: Callable[[], Any]) -> float:
         """The median of what all threads of this process compute while a call's result is waited for."""
-        return statistics.median(run.processor_seconds for run in self._timed((call,))[0])
+        return statistics.median(run.processor_seconds for run in self._runs((call,))[0])
 
     def difference(self, short: Callable[[], Any], long: Callable[[], Any], *, extra: int) -> float:
         """Seconds of one of the ``extra`` links that the long chain has more than the short one."""
         least, most = (self.of_many(one) for one in self._runs((short, long)))
         return max((most - least) / extra if most > least else most / (extra + 1), LEAST_SECONDS)
 
-    def of_many(self, seconds: Sequence[float]) -> float:
+    def of_many(self, runs: Sequence[Run]) -> float:
         """What stands for the runs of a call that takes as long each time."""
-        return min(seconds)
+        return min(run.seconds for run in runs)
 
-    def of_varying(self, seconds: Sequence[float]) -> float:
+    def of_varying(self, runs: Sequence[Run]) -> float:
         """What stands for the runs of a call that takes now more and now less."""
-        return statistics.median(seconds)
+        return statistics.median(run.seconds for run in runs)
 
-    def _runs(self, calls: Sequence[Callable[[], Any]]) -> list[list[float]]:
-        """Seconds of every run of each call, after one that warms up."""
-        return [[run.seconds for run in runs] for runs in self._timed(calls)]
-
-    def _timed(self, calls: Sequence[Callable[[], Any]]) -> list[list[_Run]]:
+    def _runs(self, calls: Sequence[Callable[[], Any]]) -> list[list[Run]]:
         """Every run of each call, after one that warms up; the calls take turns."""
         for call in calls:
             jax.block_until_ready(call())
-        found: list[list[_Run]] = [[] for _ in calls]
+        found: list[list[Run]] = [[] for _ in calls]
         started = time.perf_counter()
         while len(found[0]) < self.least_runs or time.perf_counter() - started < self.seconds:
             for call, runs in zip(calls, found, strict=True):
                 begun, spent = time.perf_counter(), time.process_time()
                 jax.block_until_ready(call())
-                runs.append(_Run(_positive(time.perf_counter() - begun), _positive(time.process_time() - spent)))
+                runs.append(Run(_positive(time.perf_counter() - begun), _positive(time.process_time() - spent)))
         return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """One run of a call: by the clock, and what all threads of the process computed meanwhile."""
-
-    seconds: float
-    processor_seconds: float
 
 
 def _positive(seconds: float) -> float:
     return max(seconds, LEAST_SECONDS)
-
-
-USED_UP = 0.9
-"""Calls that take so much of the ration are stopped for want of more."""
 
 
 @dataclass(frozen=True)
@@ -115,14 +106,11 @@ class RationedTimer(Timer):
 
     cores: float
 
-    def of_many(self, seconds: Sequence[float]) -> float:
-        """The median: of processor time no run is the machine at rest."""
-        return statistics.median(seconds)
+    def of_many(self, runs: Sequence[Run]) -> float:
+        """What the ration allows, or what it does not hinder."""
+        computed = statistics.median(run.processor_seconds for run in runs)
+        return max(super().of_many(runs), computed / self.cores)
 
-    def _runs(self, calls: Sequence[Callable[[], Any]]) -> list[list[float]]:
-        timed = self._timed(calls)
-        clock = sum(run.seconds for runs in timed for run in runs)
-        spent = sum(run.processor_seconds for runs in timed for run in runs)
-        if spent < USED_UP * self.cores * clock:
-            return [[run.seconds for run in runs] for runs in timed]
-        return [[run.processor_seconds / self.cores for run in runs] for runs in timed]
+    def of_varying(self, runs: Sequence[Run]) -> float:
+        """The same."""
+        return self.of_many(runs)
