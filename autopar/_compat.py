@@ -13,13 +13,13 @@ import functools
 import importlib.util
 import os
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.extend.core as jex
-from jax._src import debugging, distributed, source_info_util
+from jax._src import core, debugging, distributed, dtypes, source_info_util
 from jax._src import mesh as jax_mesh
 from jax.experimental import topologies
 from jax.interpreters import partial_eval
@@ -337,6 +337,15 @@ def aval_of(value: Any) -> Any:
     return jax.typeof(value)
 
 
+def refuse_as_argument(kind: type, refuse: Callable[[Any], NoReturn]) -> None:
+    """Let functions of JAX call ``refuse`` for arguments of a class that has ``__jax_array__``, and of its subclasses.
+
+    Of itself JAX refuses them too, with the advice to register the class as a pytree.
+    """
+    core.pytype_aval_mappings[kind] = refuse
+    dtypes.canonicalize_value_handlers[kind] = refuse
+
+
 def shape_of(aval: Any) -> jax.ShapeDtypeStruct:
     """Shape, dtype and weak type of an abstract value."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=is_weak(aval))
@@ -387,6 +396,11 @@ def coordinator_address() -> str | None:
     """Address and port of the coordinator that ``jax.distributed.initialize`` has found or was told; None: there is none."""
     address: str | None = distributed.global_state.coordinator_address
     return address
+
+
+def coordinator_client() -> Any:
+    """The client of JAX's coordinator, with the board of keys and values that all processes of the world see."""
+    return distributed.global_state.client
 
 
 # ----------------------------------------------------------------------------------------------------- checkpoints

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.runtime.attendance import missing_from
 from tests.ray_cases import batch_of, create, train_step, value
 from tests.scanned_cases import Scanned
 from tests.test_like import evaluate, predict
@@ -103,6 +104,23 @@ try:
     step(state, batch_of(0))
 except autopar.WorkerError as error:
     said.append((number, str(error)))
+tell(said=said)
+"""
+
+LATE = """
+from autopar.runtime import distributed_pipeline
+distributed_pipeline.WAITING_SECONDS = 4.0
+step = autopar.parallelize(train_step, cluster=cluster, stages=2, num_microbatches=4)
+state, said = step.init(partial(create, 0), batch_of(0)), []
+for number in range(4):
+    if rank == options["late"] and number == 2:
+        time.sleep(12)
+    before = time.monotonic()
+    try:
+        state, metrics = step(state, batch_of(number))
+        float(metrics["loss"])
+    except autopar.AutoparError as error:
+        said.append((number, f"{type(error).__name__}: {error}", time.monotonic() - before))
 tell(said=said)
 """
 
@@ -231,6 +249,32 @@ def test_nobody_waits_for_a_process_that_failed(fails: int) -> None:
     assert "WorkerError: step" in complaint
     for said in both:
         assert "start all processes again" in said["said"][1][1]
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_process_that_never_calls_the_step_is_not_waited_for(late: int) -> None:
+    """It lives, so JAX's coordinator sees nothing wrong; the others read a loss that it should have had a part in."""
+    both = run({"late": late}, LATE)
+    number, complaint, seconds = both[1 - late]["said"][0]
+    assert number == 2
+    assert (
+        f"TransportError: step 3 did not end within 4 s: process {late} has called step 2 last. Every process"
+        in complaint
+    )
+    assert 3.0 < seconds < 10.0
+    assert "start all processes again" in both[1 - late]["said"][1][1]
+    number, complaint, seconds = both[late]["said"][0]  # what the other had sent before is still there; no more comes
+    assert number in (2, 3)
+    assert "WorkerError: step" in complaint
+    assert seconds < 3.0
+
+
+def test_who_is_missing_is_named() -> None:
+    assert (
+        missing_from(3, {0: 3, 1: 2, 2: 0, 3: 4}) == "process 1 has called step 2 last, process 2 has called none yet"
+    )
+    assert missing_from(3, {0: 3, 1: 5}) == "all 2 processes have called it, so one of them is stuck in it"
 
 
 def test_rows_of_a_whole_batch_as_one_microbatch() -> None:

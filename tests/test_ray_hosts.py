@@ -19,7 +19,10 @@ import pytest
 from benchmarks.netns import Hosts, Network, RayNodes, why_not
 
 pytest.importorskip("ray")
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"no hosts can be emulated: {why_not()}")
+pytestmark = [
+    pytest.mark.skipif(bool(why_not()), reason=f"no hosts can be emulated: {why_not()}"),
+    pytest.mark.timeout(1200),  # a row is up to five plans, each run on the hosts and in this process
+]
 
 MBIT = 1000
 ROOT = Path(__file__).parents[1]
@@ -34,7 +37,15 @@ PLACES: dict[str, list[list[int]]] = {
 }
 """Devices of the stages; host k has the devices 2k and 2k + 1."""
 MODELS = ("gpt", "moe", "unet")
-SCHEDULES = ("gpipe", "1f1b", "eager_1f1b")
+SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "zb_h1", "zb_h2")
+"""Those of a mesh for each stage."""
+
+DEALT: dict[str, list[list[int]]] = {
+    "4 stages on 2 meshes of 1 host": [[0, 1], [2, 3]] * 2,
+    "4 stages on 2 meshes of 2 hosts": [[0, 1, 2, 3], [4, 5, 6, 7]] * 2,
+    "4 stages on 2 meshes across 4 hosts": [[0, 2, 4, 6], [1, 3, 5, 7]] * 2,
+}
+"""Of interleaved 1F1B: stages with the same devices share a mesh."""
 
 
 def run_cases(nodes: RayNodes, cases: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -108,5 +119,18 @@ def test_pipelines(four_hosts: RayNodes, places: str, name: str, tmp_path: Path)
             "options": {"stages": PLACES[places], "num_microbatches": 4, "schedule": schedule},
         }
         for schedule in SCHEDULES
+    }
+    assert run_cases(four_hosts, cases, tmp_path) == {case: {} for case in cases}
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("name", MODELS)
+def test_stages_dealt_round(four_hosts: RayNodes, name: str, tmp_path: Path) -> None:
+    cases = {
+        places: {
+            "model": name,
+            "options": {"stages": devices, "num_microbatches": 4, "schedule": "interleaved_1f1b"},
+        }
+        for places, devices in DEALT.items()
     }
     assert run_cases(four_hosts, cases, tmp_path) == {case: {} for case in cases}

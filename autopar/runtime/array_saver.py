@@ -22,8 +22,8 @@ import orbax.checkpoint as ocp
 from autopar import _compat
 from autopar.runtime.distributed_array import DistributedArray, RemoteArray, stored_type
 from autopar.runtime.fleet import MeshWorld
+from autopar.runtime.on_devices import as_numpy
 from autopar.runtime.pieced_array import PiecedArray, cut
-from autopar.runtime.remote import as_numpy
 from autopar.runtime.storage import Box, StoredArray, create_array, read_piece, write_piece
 from autopar.runtime.waiting import FETCHING_SECONDS, collected
 from autopar.schedule.reshard import local_shape
@@ -95,7 +95,7 @@ class Home(ocp.RestoreArgs):
 
     def put(self, value: Any) -> RemoteArray:
         """An array of this process, there."""
-        array, (words, key_impl) = self.new_array(), as_numpy(value, self.aval.dtype)
+        array, (words, key_impl) = self.new_array(), as_numpy(value, -1, self.aval.dtype)
         cut = self.world.pieces(words, self.where, key_impl)
         refs = [
             actor.put.remote(array.number, pieces, self.where)

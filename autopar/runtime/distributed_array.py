@@ -1,9 +1,11 @@
 """An array that no one ``jax.Array`` of this process can be.
 
-It lies on the devices of other processes (what a step on a Ray cluster returns), or its pieces lie on several meshes (the
-stacked parameters of a loop over layers that stages of a pipeline share: :mod:`autopar.runtime.pieced_array`).  It is a leaf of
+It lies on the devices of other processes (what a step on a Ray cluster returns), its pieces lie on several meshes (the stacked
+parameters of a loop over layers that stages of a pipeline share: :mod:`autopar.runtime.pieced_array`), or other processes have
+yet to send it, who may not do so (:mod:`autopar.runtime.reports`).  It is a leaf of
 pytrees like a ``jax.Array`` and is handed to the next step without being moved.  Nothing is fetched until its value is asked
-for: by ``float()``, ``np.asarray``, ``jax.device_get``, or by an operation of JAX or NumPy on it.
+for: by ``float()``, ``np.asarray``, ``jnp.asarray``, ``jax.device_get``, an operator, or a function of NumPy.  Functions of JAX
+refuse it: a model should not come into this process because somebody has forgotten ``like=``.
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ from __future__ import annotations
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import jax
 import numpy as np
@@ -140,8 +142,16 @@ class DistributedArray(ABC):
     def __format__(self, spec: str) -> str:
         return format(self.item() if spec and not self.shape else str(self) if self.shape else self.item(), spec)
 
-    def __getitem__(self, index: Any) -> np.ndarray[Any, Any]:
-        return np.asarray(self)[index]
+    def __getitem__(self, index: Any) -> Any:
+        return (self.__jax_array__() if _compat.is_key_dtype(self.dtype) else np.asarray(self))[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self[:])  # fetched once
+
+    def __getattr__(self, name: str) -> Any:
+        """Only asked for what is not here.  Raises ``AttributeError``, with advice where a ``jax.Array`` has it."""
+        advice = ": jnp.asarray(leaf) is a jax.Array of its value in this process" if hasattr(jax.Array, name) else ""
+        raise AttributeError(f"a DistributedArray has no attribute {name!r}{advice}", name=name, obj=self)
 
 
 @dataclass(frozen=True)
@@ -210,9 +220,8 @@ def stored_type(aval: Any) -> tuple[tuple[int, ...], str, str | None]:
 
 def _operator(name: str) -> Callable[..., Any]:
     def apply(self: DistributedArray, *others: Any) -> Any:
-        return getattr(self.__jax_array__(), name)(
-            *(np.asarray(o) if isinstance(o, DistributedArray) else o for o in others)
-        )
+        here = (other.__jax_array__() if isinstance(other, DistributedArray) else other for other in others)
+        return getattr(self.__jax_array__(), name)(*here)
 
     apply.__name__ = name
     return apply
@@ -220,7 +229,17 @@ def _operator(name: str) -> Callable[..., Any]:
 
 for _name in (
     "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg abs "
-    "lt le gt ge eq ne matmul rmatmul and rand or ror invert"
+    "lt le gt ge eq ne matmul rmatmul and rand or ror xor rxor invert lshift rlshift rshift rrshift divmod rdivmod pos round"
 ).split():
     setattr(DistributedArray, f"__{_name}__", _operator(f"__{_name}__"))
 DistributedArray.__hash__ = object.__hash__  # type: ignore[method-assign,assignment]
+
+
+def _refuse(array: DistributedArray) -> NoReturn:
+    raise TraceError(
+        f"a function of JAX was given {array!r}, which is no array of this process. jnp.asarray(leaf) brings it here; a "
+        "function of a whole state runs where the state is: autopar.parallelize(evaluate, like=train_step)"
+    )
+
+
+_compat.refuse_as_argument(DistributedArray, _refuse)

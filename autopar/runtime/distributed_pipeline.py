@@ -12,27 +12,30 @@ process that dies is the coordinator's to notice, which ends the others.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 
 from autopar.cluster import Cluster, Mesh
-from autopar.errors import TransportError, WorkerError
+from autopar.errors import WorkerError
 from autopar.graph.build import avals_of
+from autopar.runtime.awaited import Awaited
+from autopar.runtime.deliveries import Deliverer, deliveries_of
 from autopar.runtime.executor import device_mesh
 from autopar.runtime.interpreter import Key
 from autopar.runtime.loaded import Loaded
-from autopar.runtime.loans import Lender, lies_so, loans_of
+from autopar.runtime.on_devices import given_twice, lies_so
 from autopar.runtime.one_world import Neighbours, elsewhere, is_here, told_by_all
-from autopar.runtime.owed import Owed
 from autopar.runtime.own_leaves import OwnLeaves
+from autopar.runtime.promises import Promises
 from autopar.runtime.pulled import PullTransport
-from autopar.runtime.reports import Reporter, reports_of, shared_with_state
+from autopar.runtime.reports import ReportedArray, Reporter, reports_of, shared_with_state
 from autopar.runtime.shipment import Output, shipped_without_programs
 from autopar.runtime.stage_executable import PartExecutable, compiled_stage, stored_sharding, titled
 from autopar.runtime.transport import Message
@@ -45,7 +48,7 @@ AHEAD = 2
 """So many steps may be dispatched and not yet done."""
 
 WAITING_SECONDS = 600.0
-"""How long a step waits for one before it.  Another process may be late for reasons of its own: it saves, or evaluates."""
+"""So long a step, or who reads what it returns, waits for other processes, which may be late: they save, or evaluate."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,9 @@ class DistributedPipelineExecutor:
         self._shipments = shipped_without_programs(pipeline, transfers)
         self._dtypes = _dtypes(pipeline)
         self._leaves = OwnLeaves()
-        self._owed = Owed(AHEAD)
-        self._running: deque[tuple[int, Future[Any]]] = deque()
-        self._watcher = ThreadPoolExecutor(1, thread_name_prefix="autopar-done")
+        self._carried = frozenset(carried)
+        self._promises = Promises(AHEAD)
+        self._running: deque[tuple[int, Awaited]] = deque()
         self._failure: BaseException | None = None
         here = [
             number
@@ -94,13 +97,14 @@ class DistributedPipelineExecutor:
                 warm(mesh)
         self._parts = {number: self._part(one, world) for number, one in loaded.items()}
         number = 1 + max((wire.number for mesh in self._shipments.meshes for wire in mesh.outgoing), default=-1)
-        loans = loans_of(self._shipments, self._dtypes, cluster, number)
+        deliveries = deliveries_of(self._shipments, self._dtypes, cluster, number)
         self._shared = shared_with_state(self._shipments, carried)
         process_of = [device.process_index for device in self._devices]
-        reports = reports_of(self._shipments, carried, cluster, process_of, number + len(loans))
-        self._lend = Lender(loans, here, world, self._owed)
-        self._report = Reporter(reports, here, world, self._owed)
-        self._owed.break_off_without(self)
+        reports = reports_of(self._shipments, carried, cluster, process_of, number + len(deliveries))
+        self._deliver = Deliverer(deliveries, here, world, self._promises)
+        self._report = Reporter(reports, here, world, self._promises)
+        self._attendance = world.attendance
+        self._promises.break_all_without(self)
         self.compile_seconds = time.monotonic() - started
 
     # ------------------------------------------------------------------------------------------------------ starting
@@ -128,7 +132,7 @@ class DistributedPipelineExecutor:
         transport = world.pulls(told.outgoing, told.incoming)
         loaded.use(transport)
         sends = [one for one in told.instructions if isinstance(one, Send)]
-        self._owed.add(transport, [Message(one.transfer, one.microbatch) for one in sends])
+        self._promises.make(transport, [Message(one.transfer, one.microbatch) for one in sends])
         return _Part(loaded, transport)
 
     def _mesh_of(self, mesh: Mesh, numbers: tuple[int, ...]) -> jax.sharding.Mesh:
@@ -145,7 +149,8 @@ class DistributedPipelineExecutor:
             raise WorkerError(
                 "an earlier step has failed, here or in another process, and its state is lost; start all processes again"
             ) from self._failure
-        self._owed.step += 1
+        self._promises.step += 1
+        self._attendance.come_to(self._promises.step)
         with self._for_good(), jax.disable_jit(False):  # which would ask for functions, to run them in Python
             return self._dispatched(leaves)
 
@@ -162,15 +167,16 @@ class DistributedPipelineExecutor:
             yield
         except BaseException as error:
             self._failure = error
-            self._owed.break_all_off()
+            self._promises.break_all()
             raise
 
     def _dispatched(self, leaves: Sequence[Any]) -> list[Any]:
         while len(self._running) >= AHEAD:
             self._finish_oldest()
-        lent = self._lend(self._owed.step, leaves)
-        given = {number: self._given(leaves, part.loaded, lent) for number, part in self._parts.items()}
-        del lent  # the lists free what is in their slots
+        step = self._promises.step
+        delivered = self._deliver(step, leaves)
+        given = {number: self._given(leaves, part.loaded, delivered) for number, part in self._parts.items()}
+        del delivered  # the lists free what is in their slots
         wide = bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
         futures = {
             number: self._threads.submit(self._walk, part, given.pop(number), wide)
@@ -178,10 +184,7 @@ class DistributedPipelineExecutor:
         }
         _, late = wait(futures.values(), WAITING_SECONDS)
         if late:
-            raise TransportError(
-                f"step {self._owed.step} was not dispatched within {WAITING_SECONDS:g} s: {len(late)} of {len(futures)} meshes "
-                "of this process wait for others; see what the other processes do"
-            )
+            raise self._attendance.too_late(step, WAITING_SECONDS)
         failures = [error for future in futures.values() if (error := future.exception()) is not None]
         if failures:
             raise failures[0]
@@ -193,52 +196,67 @@ class DistributedPipelineExecutor:
             if output.result >= 0 and output.mesh in walked
         }
         outputs |= {position: outputs[position].copy() for position in self._shared & outputs.keys()}
-        reported = self._report(self._owed.step, outputs)
+        reported = self._report(step, outputs)
         self._leaves.steps_are_over(leaves)
         marks = [mark for _, own in walked.values() for mark in own]
-        done = self._watcher.submit(jax.block_until_ready, [*marks, *reported.values()])
-        self._running.append((self._owed.step, done))
-        known = outputs | reported
-        return [
-            known[position] if position in known else self._not_here(output)
-            for position, output in enumerate(self._shipments.outputs)
-        ]
+        self._running.append((step, Awaited([*marks, *reported.values()])))
+        return self._returned(step, outputs | reported)
+
+    def _returned(self, step: int, known: Mapping[int, jax.Array]) -> list[Any]:
+        """What the caller gets: state as it lies, all else so that it is waited for with a limit."""
+        found: list[Any] = []
+        for position, output in enumerate(self._shipments.outputs):
+            if (array := known.get(position)) is None:
+                found.append(self._not_here(output))
+            elif position in self._carried:
+                found.append(array)
+            else:
+                found.append(ReportedArray(array, partial(self._until_there, step)))
+        return found
+
+    def _until_there(self, step: int, array: jax.Array) -> None:
+        """Wait for what a step returns."""
+        if not array.is_deleted():
+            with self._for_good():
+                self._wait_for(step, Awaited(array))
 
     def _walk(self, part: _Part, arrays: list[jax.Array], wide: bool) -> tuple[list[jax.Array], list[jax.Array]]:
         """The results of one mesh, and arrays that are there when the step is done."""
         try:
             with jax.enable_x64(wide), jax.disable_jit(False):  # what the caller's thread says holds there alone
-                results = part.loaded.run(self._owed.step, arrays)
+                results = part.loaded.run(self._promises.step, arrays)
                 return results, part.loaded.marks(results)
         except BaseException:
-            self._owed.break_off(part.transport)  # another mesh of this process may wait for it
+            self._promises.break_those_of(part.transport)  # another mesh of this process may wait for it
             raise
 
     def _finish_oldest(self) -> None:
-        step, done = self._running[0]
-        wait([done], WAITING_SECONDS)
-        if not done.done():
-            raise TransportError(
-                f"step {step} did not end within {WAITING_SECONDS:g} s: this process waits for another; see what the others do"
-            )
-        self._running.popleft()
-        if (error := done.exception()) is not None:
+        step, done = self._running.popleft()
+        self._wait_for(step, done)
+
+    def _wait_for(self, step: int, awaited: Awaited) -> None:
+        """Raises ``TransportError`` naming who is missing if it takes too long, ``WorkerError`` if the step has failed."""
+        try:
+            is_there = awaited.within(WAITING_SECONDS)
+        except Exception as error:
             raise WorkerError(
                 f"step {step} failed: {error}. If that is of no program of this process, see what the others have raised"
             ) from error
+        if not is_there:
+            raise self._attendance.too_late(step, WAITING_SECONDS)
 
     # ------------------------------------------------------------------------------------ what goes in and comes out
 
-    def _given(self, leaves: Sequence[Any], loaded: Loaded, lent: Mapping[Slot, jax.Array]) -> list[jax.Array]:
-        times = Counter(map(id, leaves))
+    def _given(self, leaves: Sequence[Any], loaded: Loaded, delivered: Mapping[Slot, jax.Array]) -> list[jax.Array]:
+        twice = given_twice(leaves)
         found = []
         for entry, sharding in zip(loaded.shipment.entries, loaded.entry_shardings, strict=True):
             leaf = leaves[entry.position]
-            if entry.row < 0 and entry.slot in lent:
-                leaf = lent[entry.slot]
+            if entry.row < 0 and entry.slot in delivered:
+                leaf = delivered[entry.slot]
             elif entry.row >= 0 or not isinstance(leaf, jax.Array) or not lies_so(leaf, sharding):
                 leaf = self._leaves.put(leaf, entry.row, sharding, self._dtypes[entry.position])
-            elif entry.is_donated and times[id(leaf)] > 1:
+            elif entry.is_donated and id(leaf) in twice:
                 leaf = leaf.copy()
             found.append(leaf)
         return found

@@ -11,22 +11,23 @@ link, and starts a copy back as soon as the array is made).
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from autopar import _compat
 from autopar.cluster import Mesh
 from autopar.errors import ClusterError
 from autopar.plan import Layout
 from autopar.runtime.host_data import HostLeaf
 from autopar.runtime.interpret import interpret
+from autopar.runtime.on_devices import Place, arrays_of, as_numpy, given_twice, pieces_by, pieces_of
 from autopar.runtime.xla_options import compiled
+from autopar.schedule.cross_mesh import Box
 from autopar.schedule.spmd import SpmdProgram, rematerialises
 
 
@@ -137,8 +138,10 @@ class Executor:
             lowered = step.function.lower(*shapes)
             self._compiled = compiled(lowered, mesh, saves_memory=step.saves_memory, options=options)
         self.compile_seconds = time.monotonic() - started
-        self._donated = donated
-        self._dtypes = [aval.dtype for aval in avals]
+        self._places = [
+            Place(sharding, aval.dtype, position in donated)
+            for position, (sharding, aval) in enumerate(zip(self.in_shardings, avals, strict=True))
+        ]
 
     def place(self, leaves: Sequence[Any]) -> list[jax.Array]:
         """The leaves on their devices, as the executable wants them.
@@ -146,20 +149,13 @@ class Executor:
         What is donated shares no memory with what the caller keeps, nor with another leaf: XLA:CPU ends the process
         where a donated buffer is passed twice.
         """
-        placed = []
-        times = Counter(map(id, leaves)) if self._donated else {}
-        for position, (leaf, sharding, dtype) in enumerate(zip(leaves, self.in_shardings, self._dtypes, strict=True)):
-            is_donated, is_array = position in self._donated, isinstance(leaf, jax.Array)
-            is_placed = is_array and leaf.sharding == sharding
-            if is_array and is_donated and (not is_placed or times[id(leaf)] > 1):
-                leaf = leaf.copy()  # device_put would share the piece that stays where it is
-            if not is_placed and not sharding.is_fully_addressable:
-                leaf = _from_own_pieces(leaf, sharding, dtype)
-            elif not is_placed:
-                array = leaf if is_array else np.asarray(leaf, dtype=dtype)
-                leaf = jax.device_put(array, sharding, may_alias=False if is_donated else None)
-            placed.append(leaf)
-        return placed
+        twice = given_twice(leaves)
+        return [
+            place.put(leaf, is_given_twice=id(leaf) in twice)
+            if place.sharding.is_fully_addressable or (isinstance(leaf, jax.Array) and leaf.sharding == place.sharding)
+            else _from_own_pieces(leaf, place)
+            for leaf, place in zip(leaves, self._places, strict=True)
+        ]
 
     def __call__(self, leaves: Sequence[Any]) -> list[jax.Array]:
         """Run one step; asynchronous, as every JAX call."""
@@ -179,16 +175,17 @@ class Executor:
         return self._compiled.memory_analysis()
 
 
-def _from_own_pieces(leaf: Any, sharding: NamedSharding, dtype: Any) -> jax.Array:
+def _from_own_pieces(leaf: Any, place: Place) -> jax.Array:
     """An array over the devices of several processes, each of which has the whole leaf, or reads its own rows."""
     if isinstance(leaf, HostLeaf):
-        shape = leaf.shape
-        return jax.make_array_from_callback(
-            shape, sharding, lambda index: np.asarray(leaf.read(index or ()), dtype=dtype)
-        )
-    if _compat.is_key_dtype(dtype):
-        words = np.asarray(jax.random.key_data(leaf))
-        whole = jax.make_array_from_callback(words.shape, sharding, lambda index: words[index])
-        return jax.random.wrap_key_data(whole, impl=_compat.key_impl_name(_compat.dtype_name(dtype)))
-    value = np.asarray(leaf, dtype=dtype)
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+        rows = partial(_rows, leaf, place.dtype)
+        pieces = pieces_by(rows, leaf.shape, place.sharding)
+    else:
+        value, key_impl = as_numpy(leaf, -1, place.dtype)
+        pieces = pieces_of(value, place.sharding, key_impl)
+    (array,) = arrays_of([(pieces, place.sharding)])
+    return array
+
+
+def _rows(leaf: HostLeaf, dtype: Any, box: Box) -> np.ndarray[Any, Any]:
+    return np.asarray(leaf.read(tuple(slice(*ends) for ends in box)), dtype=dtype)

@@ -74,10 +74,7 @@ class HostLeaf:
     def read(self, index: tuple[slice, ...]) -> np.ndarray[Any, Any]:
         """A box of the leaf, for which only its rows are read."""
         box = tuple((*one.indices(extent)[:2],) for one, extent in zip(index, self.shape, strict=True))
-        part = self.part(-1, box)
-        rows = [self.data.leaves_of(self.step, slice(*ends))[self.leaf] for ends in part.ranges]
-        rest = tuple(slice(*ends) for ends in part.rest)
-        return np.concatenate(rows)[(slice(None), *rest)].reshape(part.shape)
+        return joined(self.part(-1, box), lambda *ends: self.data.leaves_of(self.step, slice(*ends))[self.leaf])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         rows = self.shape[0] * (self.shape[1] if self.folds else 1)
@@ -122,6 +119,12 @@ class HostData:
     def leaves_of(self, step: int, rows: slice) -> list[np.ndarray[Any, Any]]:
         """What the user's function gives; raises ``TraceError`` where it is not what the example was."""
         return checked_rows(self.read(step, rows), len(self._avals), rows)
+
+
+def joined(part: RowsPart, rows: Callable[[int, int], np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    """What one device gets of a leaf, of which ``rows(start, stop)`` gives whole rows."""
+    found = np.concatenate([rows(*ends) for ends in part.ranges])
+    return found[(slice(None), *(slice(*ends) for ends in part.rest))].reshape(part.shape)
 
 
 def checked_rows(given: Any, count: int, rows: slice) -> list[np.ndarray[Any, Any]]:

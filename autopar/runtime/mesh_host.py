@@ -199,9 +199,8 @@ class MeshHost:
             self._gauges.set(self.status())
 
     def _given(self, loaded: Any, given: Sequence[Any]) -> list[Any]:
-        import jax
-
         from autopar.runtime.messages import HostRows
+        from autopar.runtime.on_devices import arrays_of, relaid
 
         times = Counter(one for one in given if isinstance(one, int))
         arrays: list[Any] = []
@@ -213,11 +212,11 @@ class MeshHost:
                 continue
             array = self._array(one)
             if not array.sharding.is_equivalent_to(sharding, array.ndim):
-                array = jax.jit(lambda x: x, out_shardings=sharding)(array)  # on the same devices, cut otherwise
+                array = relaid(array, sharding)
             elif entry.is_donated and times[one] > 1:
                 array = array.copy()
             arrays.append(array)
-        for place, array in zip(coming, self._put(list(coming.values())), strict=True):
+        for place, array in zip(coming, arrays_of(list(coming.values())), strict=True):
             arrays[place] = array
         for entry, one in zip(loaded.shipment.entries, given, strict=True):
             if isinstance(one, int) and entry.is_donated:
@@ -228,10 +227,11 @@ class MeshHost:
 
     def put(self, number: int, pieces: Any, where: Any) -> None:
         """Take an array from the driver."""
+        from autopar.runtime.on_devices import arrays_of
         from autopar.runtime.stage_executable import stored_sharding
 
         mesh = self._jax_mesh(where.mesh, where.devices, tuple(sorted(where.devices)))
-        (self._arrays[number],) = self._put([(pieces, stored_sharding(where.layout, mesh))])
+        (self._arrays[number],) = arrays_of([(pieces, stored_sharding(where.layout, mesh))])
 
     def take_reader(self, token: int, read: Any, leaves: int) -> None:
         """Take a function of the user's that reads rows of batches."""
@@ -240,30 +240,13 @@ class MeshHost:
         self._readers[token] = RowReader(read, leaves)
 
     def _read_rows(self, wanted: Any) -> Any:
-        import numpy as np
-
         from autopar.runtime.messages import HostPieces
 
         reader = self._readers[wanted.token]
-        found = {}
-        for part in dict.fromkeys(wanted.parts):
-            rows = np.concatenate([reader.rows(wanted.step, ends, wanted.leaf) for ends in part.ranges])
-            rest = tuple(slice(*ends) for ends in part.rest)
-            found[part] = np.asarray(rows[(slice(None), *rest)], dtype=wanted.dtype, order="C").reshape(part.shape)
+        found = {
+            part: reader.part(wanted.step, wanted.leaf, part, wanted.dtype) for part in dict.fromkeys(wanted.parts)
+        }
         return HostPieces(wanted.shape, tuple(found[part] for part in wanted.parts))
-
-    def _put(self, given: Sequence[tuple[Any, Any]]) -> list[Any]:
-        """Arrays of (pieces, sharding), which are all put in one call: each costs half a millisecond."""
-        import jax
-
-        own = jax.process_index()
-        devices = [[one for one in sharding.mesh.devices.flat if one.process_index == own] for _, sharding in given]
-        there = jax.device_put([list(pieces.pieces) for pieces, _ in given], devices, may_alias=False)
-        made = [
-            (jax.make_array_from_single_device_arrays(pieces.shape, sharding, arrays), pieces.key_impl)
-            for (pieces, sharding), arrays in zip(given, there, strict=True)
-        ]
-        return [array if impl is None else jax.random.wrap_key_data(array, impl=impl) for array, impl in made]
 
     def fetch(self, number: int, positions: Sequence[int]) -> list[Any]:
         """Pieces of an array as NumPy arrays, of devices of this process by their position on the array's mesh."""
@@ -367,9 +350,11 @@ class MeshHost:
         """Return when an array is there: the number up to which all are that are held then, with a value each."""
         import jax
 
+        from autopar.runtime.awaited import is_there
+
         jax.block_until_ready(self._array(number))
         held = dict(self._arrays)
-        missing = [one for one, array in held.items() if isinstance(array, Exception) or not _is_there(array)]
+        missing = [one for one, array in held.items() if isinstance(array, Exception) or not is_there(array)]
         return min(missing) - 1 if missing else max(held, default=number)
 
     def _check_meaning(self) -> None:
@@ -415,17 +400,6 @@ class MeshHost:
 
         places = {device: place for place, device in enumerate(known)}
         return device_mesh(mesh, [self._devices[places[device]] for device in devices])
-
-
-def _is_there(array: Any) -> bool:
-    """Whether an array is computed; nobody asks for one that was given away."""
-    import jax
-
-    if array.is_deleted():
-        return True
-    if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
-        array = jax.random.key_data(array)
-    return bool(array.is_ready())
 
 
 def _seconds_until_ready(marks: Any, since: float) -> float:

@@ -5,6 +5,7 @@ All of them call these functions, in the same order, as they run the same script
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import secrets
 import socket
@@ -16,6 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from autopar import _compat
+from autopar.runtime.attendance import Attendance
 from autopar.runtime.cross_mesh import placed_mesh
 from autopar.runtime.exchange import Exchange
 from autopar.runtime.pulled import PullPeers, PullTransport
@@ -59,7 +61,13 @@ class Neighbours:
         said = told_by_all(secrets.token_bytes(_SECRET_BYTES) + self._exchange.serve().encode())
         addresses = [one[_SECRET_BYTES:].decode() for one in said]
         by_device = {number: addresses[device.process_index] for number, device in enumerate(devices)}
-        self._peers = PullPeers(by_device, said[0][:_SECRET_BYTES], 0)
+        secret = said[0][:_SECRET_BYTES]
+        self._peers = PullPeers(by_device, secret, 0)
+        name = hashlib.blake2b(
+            b"attendance", key=secret, digest_size=8
+        ).hexdigest()  # others may read it, the secret not
+        self.attendance = Attendance(_compat.coordinator_client(), name, jax.process_index(), len(said))
+        """Who has come to which step of the program."""
 
     def mesh_of(self, placement: Placement) -> jax.sharding.Mesh:
         """The JAX mesh of a placement."""

@@ -7,7 +7,6 @@ messages that no other thread has sent yet.  Whatever fails on one mesh ends the
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from autopar.graph.build import avals_of
 from autopar.plan import Layout
 from autopar.runtime.cross_mesh import placed_mesh
 from autopar.runtime.interpreter import Interpreter, Key, finisher
+from autopar.runtime.on_devices import Place, given_twice
 from autopar.runtime.stage_executable import StageExecutable, compiled_stage, stored_sharding, titled
 from autopar.runtime.transport import InProcessTransport
 from autopar.schedule.cross_mesh import CrossMeshTransfer, Placement
@@ -32,24 +32,12 @@ from autopar.schedule.pipeline import Pipeline
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where a leaf of the step goes: ``slot`` of a mesh, with ``sharding`` and ``dtype`` there."""
+    """The leaf at ``position`` of the step goes to a slot of a mesh."""
 
     mesh: int
     slot: Slot
     position: int
-    sharding: jax.sharding.NamedSharding
-    dtype: Any
-    is_donated: bool = False
-
-    def put(self, leaf: Any) -> jax.Array:
-        """The leaf on its devices: as it is where it lies there already."""
-        if not isinstance(leaf, jax.Array):
-            leaf = np.asarray(leaf, dtype=self.dtype)
-        elif leaf.sharding == self.sharding:
-            return leaf
-        elif self.is_donated:
-            leaf = leaf.copy()  # device_put would share the piece that stays where it is
-        return jax.device_put(leaf, self.sharding, may_alias=False if self.is_donated else None)
+    place: Place
 
 
 class PipelineExecutor:
@@ -133,7 +121,7 @@ class PipelineExecutor:
                 if end.crossing is None and slot in given:
                     sharding = stored_sharding(place.buffer.layout, self._meshes[stage])
                     dtype = avals[place.buffer.value].dtype
-                    yield _Entry(mesh, slot, end.position, sharding, dtype, is_donated=place in donated)
+                    yield _Entry(mesh, slot, end.position, Place(sharding, dtype, place in donated))
 
     def _row_entries(self) -> Iterator[_Entry]:
         """Rows of batch leaves, one entry for all microbatches."""
@@ -143,7 +131,7 @@ class PipelineExecutor:
                 if source is not None:
                     sharding = stored_sharding(place.buffer.layout, self._meshes[stage])
                     slot, dtype = Slot(stage, lowering.names[place]), avals[place.buffer.value].dtype
-                    yield _Entry(mesh, slot, lowering.program.inputs[source].position, sharding, dtype)
+                    yield _Entry(mesh, slot, lowering.program.inputs[source].position, Place(sharding, dtype))
 
     def _numbers(self) -> Iterator[tuple[int, Slot, jax.Array]]:
         """The numbers of the microbatches where a stage reads them: the same in every step."""
@@ -156,21 +144,16 @@ class PipelineExecutor:
                         yield self._pipeline.homes[stage], Slot(stage, lowering.names[place], number), array
 
     def _given(self, leaves: Sequence[Any]) -> list[dict[Slot, jax.Array]]:
-        """The arrays in the slots that are given, for each mesh.
-
-        What is donated shares no memory with what the caller keeps, nor with another leaf.
-        """
+        """The arrays in the slots that are given, for each mesh."""
         given: list[dict[Slot, jax.Array]] = [{} for _ in self._pipeline.lists.lists]
-        times = Counter(map(id, leaves))
+        twice = given_twice(leaves)
         for entry in self._whole:
             leaf = leaves[entry.position]
-            if entry.is_donated and isinstance(leaf, jax.Array) and times[id(leaf)] > 1:
-                leaf = leaf.copy()
-            given[entry.mesh][entry.slot] = entry.put(leaf)
+            given[entry.mesh][entry.slot] = entry.place.put(leaf, is_given_twice=id(leaf) in twice)
         for entry in self._rows:
             for number in range(self._pipeline.order.num_microbatches):
                 slot = Slot(entry.slot.stage, entry.slot.name, number)
-                given[entry.mesh][slot] = entry.put(leaves[entry.position][number])
+                given[entry.mesh][slot] = entry.place.put(leaves[entry.position][number])
         for mesh, slot, array in self._counted:
             given[mesh][slot] = array
         return given

@@ -13,18 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
-from autopar import _compat
 from autopar.cluster import Platform
 from autopar.errors import WorkerError
-from autopar.runtime.distributed_array import DistributedArray, RemoteArray
+from autopar.runtime.distributed_array import RemoteArray
 from autopar.runtime.exchange import Peers
 from autopar.runtime.fleet import Fleet, MeshWorld
 from autopar.runtime.host_data import HostLeaf
 from autopar.runtime.interpreter import Key
 from autopar.runtime.introductions import introduced, is_over
 from autopar.runtime.messages import HostPieces, HostRows, ProgramMemory, StepOrder, StepReport, Where
+from autopar.runtime.on_devices import as_numpy
 from autopar.runtime.shipment import Entry, Output, Shipments
 from autopar.runtime.stage_executable import titled
 from autopar.runtime.waiting import COMPILING_SECONDS, collected
@@ -199,8 +198,8 @@ class RemoteExecutor:
             same_devices = sorted(leaf.where.devices) == sorted(where.devices)
             if leaf.holder is world and same_devices and not leaf.where.layout.partial:
                 return leaf.number
-        value, key_impl = as_numpy(leaf, self._in_avals[entry.position].dtype)
-        return world.pieces(value if entry.row < 0 else value[entry.row], where, key_impl)
+        value, key_impl = as_numpy(leaf, entry.row, self._in_avals[entry.position].dtype)
+        return world.pieces(value, where, key_impl)
 
     def _mark_donated(self, leaves: Sequence[Any]) -> None:
         for world, mesh in zip(self.worlds, self._shipments.meshes, strict=True):
@@ -236,12 +235,3 @@ class RemoteExecutor:
             (pairs,) = collected([asked], COMPILING_SECONDS, f"the programs of {world.name}")
             found.update(pairs)
         return found if self._is_pipeline else next(iter(found.values()))
-
-
-def as_numpy(leaf: Any, dtype: Any) -> tuple[np.ndarray[Any, Any], str | None]:
-    """A leaf as a NumPy array of a dtype; of typed keys the words, and how they are made."""
-    if _compat.is_key_dtype(dtype):
-        if isinstance(leaf, DistributedArray):
-            leaf = leaf.__jax_array__()
-        return np.asarray(jax.random.key_data(leaf)), _compat.key_impl_name(_compat.dtype_name(dtype))
-    return np.asarray(leaf, dtype=dtype), None

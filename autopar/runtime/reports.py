@@ -6,16 +6,19 @@ process's first device, by the transport that carries arrays between meshes: nob
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+import numpy as np
 
 from autopar import _compat
 from autopar.cluster import Cluster, Mesh
 from autopar.plan import Layout
+from autopar.runtime.distributed_array import DistributedArray
 from autopar.runtime.one_world import Neighbours
-from autopar.runtime.owed import Owed
+from autopar.runtime.promises import Promises
 from autopar.runtime.shipment import Shipments, Wire
 from autopar.runtime.transport import Message
 from autopar.schedule.cross_mesh import Placement, cross_mesh_transfer
@@ -34,6 +37,11 @@ class Report:
     source: int
     process: int
     wire: Wire
+
+    @property
+    def message(self) -> Message:
+        """Its name in every step."""
+        return Message(self.wire.number, _ONCE)
 
 
 def reports_of(
@@ -78,23 +86,55 @@ def shared_with_state(shipments: Shipments, carried: Collection[int]) -> frozens
     )
 
 
+class ReportedArray(DistributedArray):
+    """What a step returns besides its state: an array that is whole in this process, or will be.
+
+    Who asks for its value waits for no longer than ``wait`` does, which a ``jax.Array`` cannot offer.
+    """
+
+    __slots__ = ("_array", "_wait")
+
+    def __init__(self, array: jax.Array, wait: Callable[[jax.Array], None]) -> None:
+        """``wait`` returns when an array is there, or raises."""
+        super().__init__(_compat.aval_of(array))
+        self._array = array
+        self._wait = wait
+
+    def __repr__(self) -> str:
+        return f"DistributedArray({self.aval.str_short()}, {'deleted' if self.is_deleted() else 'reported to every process'})"
+
+    def is_deleted(self) -> bool:
+        """Whether it was deleted."""
+        return bool(self._array.is_deleted())
+
+    def delete(self) -> None:
+        """Give its memory back now."""
+        self._array.delete()
+
+    def block_until_ready(self) -> ReportedArray:
+        """Wait until it is here."""
+        self._wait(self._array)
+        return self
+
+    def words(self) -> np.ndarray[Any, Any]:
+        """Its value; of typed keys, the words."""
+        self._wait(self._array)
+        return np.asarray(jax.random.key_data(self._array) if _compat.is_key_dtype(self.dtype) else self._array)
+
+
 class Reporter:
     """Owns one process's part in the reports of a program."""
 
-    def __init__(self, reports: Sequence[Report], here: Collection[int], world: Neighbours, owed: Owed) -> None:
+    def __init__(self, reports: Sequence[Report], here: Collection[int], world: Neighbours, promises: Promises) -> None:
         """``here`` are the meshes that have devices in this process."""
         self._outgoing = [one for one in reports if one.source in here]
         self._incoming = [one for one in reports if one.process == jax.process_index()]
         self._transport = world.pulls([one.wire for one in self._outgoing], [one.wire for one in self._incoming])
-        owed.add(self._transport, list(map(_message, self._outgoing)))
+        promises.make(self._transport, [one.message for one in self._outgoing])
 
     def __call__(self, step: int, outputs: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
         """Send what of ``outputs`` (by position) others want; what comes in their place here, or will."""
         self._transport.begin(step)
         for one in self._outgoing:
-            self._transport.send(_message(one), outputs[one.position])
-        return {one.position: self._transport.receive(_message(one)) for one in self._incoming}
-
-
-def _message(report: Report) -> Message:
-    return Message(report.wire.number, _ONCE)
+            self._transport.send(one.message, outputs[one.position])
+        return {one.position: self._transport.receive(one.message) for one in self._incoming}

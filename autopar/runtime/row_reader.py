@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from autopar.runtime.host_data import checked_rows
+from autopar.runtime.host_data import checked_rows, joined
+from autopar.runtime.messages import RowsPart
 
 Range = tuple[int, int]
 
@@ -22,9 +23,10 @@ class RowReader:
         self._known: dict[tuple[int, Range], Future[list[np.ndarray[Any, Any]]]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="autopar-rows")
 
-    def rows(self, step: int, wanted: Range, leaf: int) -> np.ndarray[Any, Any]:
-        """Rows of one leaf."""
-        return self._begun(step, wanted).result()[leaf]
+    def part(self, step: int, leaf: int, wanted: RowsPart, dtype: Any) -> np.ndarray[Any, Any]:
+        """What one device gets of a leaf."""
+        found = joined(wanted, lambda *ends: self._begun(step, ends).result()[leaf])
+        return np.asarray(found, dtype=dtype, order="C")
 
     def step_is_over(self, step: int) -> None:
         """Read for the next step what was read for this one, and forget this one."""
