@@ -371,7 +371,8 @@ class Profile:
     @cached_property
     def _products(self) -> dict[str, tuple[int, Curve, Curve | None]]:
         """By dtype: bytes of an element, the curve of square products (or the only one), the extra seconds of others by their
-        extra bytes."""
+        extra bytes.
+        """
         by_shape = {(one.dtype, one.shape): one for one in self.products}
         found: dict[str, tuple[int, Curve, Curve | None]] = {}
         for one in self.products:
@@ -392,7 +393,10 @@ def _extra(skinny: Curve, square: Curve, itemsize_bytes: int) -> Curve:
     more_bytes = 1 / skinny_ratio() - 1
     return Curve(
         tuple(
-            (_square_bytes(flops, itemsize_bytes) * more_bytes, max(skinny.at(flops) - square.at(flops), _NOTHING_SECONDS))
+            (
+                _square_bytes(flops, itemsize_bytes) * more_bytes,
+                max(skinny.at(flops) - square.at(flops), _NOTHING_SECONDS),
+            )
             for flops, _ in skinny.samples
         )
     )

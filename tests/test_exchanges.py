@@ -63,7 +63,9 @@ def test_a_message_of_several_pieces_costs_those_of_the_busiest_device() -> None
     assert found[OTHER] == pytest.approx(pieces + pieces + 2 * pieces)  # two pieces leave one device
 
 
-@pytest.mark.parametrize("cluster", [two_hosts(None), Cluster.local(), Cluster.local(profile=profile_of(exchanges=EXCHANGES))])
+@pytest.mark.parametrize(
+    "cluster", [two_hosts(None), Cluster.local(), Cluster.local(profile=profile_of(exchanges=EXCHANGES))]
+)
 def test_what_was_not_measured_and_what_stays_in_a_process_costs_nothing(cluster: Cluster) -> None:
     assert exchange_seconds(LISTS, dict.fromkeys(range(3), transfer(8, two_hosts())), cluster) == {}
 

@@ -5,8 +5,8 @@ Such a message is copied by the processors of both ends, which compute nothing m
     Σ exchange(bytes) of the messages that bring its inputs  +  Σ exchange(bytes) of the messages that take its outputs away
 
 where a message is of as many pieces as the busiest device of that end sends or receives, and *exchange* was measured
-(:class:`autopar.profile.Profile`).  A message of what no task made is charged to the task after it.  Accelerators send without their
-processors, and what was not measured costs nothing.
+(:class:`autopar.profile.Profile`).  A message of what no task made is charged to the task after it.  Accelerators send without
+their processors, and what was not measured costs nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ def exchange_seconds(
         return {}
     found: defaultdict[Task, float] = defaultdict(float)
     sent, received = (
-        {number: _end_seconds(devices, profile.exchanges.at(transfers[number].tile_bytes)) for number, devices in end.items()}
+        {
+            number: _end_seconds(devices, profile.exchanges.at(transfers[number].tile_bytes))
+            for number, devices in end.items()
+        }
         for end in _ends(transfers)
     )
     for instructions in lists:
