@@ -416,7 +416,7 @@ def array_metadata_store() -> Any:
 async def note_arrays(
     store: Any, directory: Any, arrays: Sequence[tuple[str, Sequence[int], Any, Sequence[int]]]
 ) -> None:
-    """Add arrays (name, shape, dtype, shape of a chunk) to what the store says of a checkpoint."""
+    """Add arrays (name, shape, dtype, shape of a chunk) to what this process notes of a checkpoint, as each has to."""
     from orbax.checkpoint._src.metadata.array_metadata import ArrayMetadata
 
     noted = [
@@ -431,7 +431,7 @@ async def note_arrays(
         )
         for name, shape, dtype, chunk in arrays
     ]
-    await store.write(directory, noted, process_index=0)
+    await store.write(directory, noted, process_index=jax.process_index())
 
 
 # ------------------------------------------------------------------------------------- devices that are not here

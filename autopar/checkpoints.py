@@ -20,7 +20,6 @@ from jax import tree_util
 from autopar.api import Parallelized
 from autopar.errors import AutoparError, CheckpointError
 from autopar.runtime.array_saver import registry
-from autopar.runtime.pieced_array import taken_apart
 
 _STATE, _RUN = "state", "run"
 
@@ -71,12 +70,11 @@ class Checkpoints:
     def save(self, step: int, state: Any, data: Mapping[str, Any] | None = None) -> None:
         """Begin to write the state after so many steps; ``data`` is JSON: the position in the data, for example.
 
-        Returns when the values are safe from later steps; :meth:`wait` waits for the disk.  Raises ``CheckpointError``
-        where an earlier one could not be written, and for the state of a pipeline under ``Cluster.distributed()``.
+        Returns when the values are safe from later steps; :meth:`wait` waits for the disk.  Under ``Cluster.distributed()`` all
+        processes call it.  Raises ``CheckpointError`` where an earlier one could not be written.
         """
         import orbax.checkpoint as ocp
 
-        _refuse_parts_of_a_world(state)
         items = {_STATE: ocp.args.PyTreeSave(state), _RUN: ocp.args.JsonSave({"step": step, "data": dict(data or {})})}
         try:
             if step in self._manager.all_steps():
@@ -137,17 +135,6 @@ class Checkpoints:
             ) from error
         state = tree_util.tree_unflatten(tree_util.tree_structure(shapes), jax.tree.leaves(found[_STATE]))
         return Restored(number, state, found[_RUN]["data"])
-
-
-def _refuse_parts_of_a_world(state: Any) -> None:
-    """Raise ``CheckpointError``, in all processes of a world, for arrays on the devices of some of them: orbax saves none."""
-    parts, _ = taken_apart(tree_util.tree_leaves(state))
-    placed: list[Any] = [one.sharding.device_set for one in parts if isinstance(one, jax.Array)]
-    if any(len({device.process_index for device in devices}) < jax.process_count() for devices in placed):
-        raise CheckpointError(
-            "the state lies in stages, each on the devices of some of the processes, and under Cluster.distributed() such a "
-            "state cannot be saved yet. Run the pipeline with Cluster.ray(), or leave it to one mesh with stages=1"
-        )
 
 
 def _manager(directory: Path, keep: int | None) -> Any:

@@ -4,6 +4,10 @@ write.  What lies on disk is the whole array, whatever its pieces were.
 Saving has two halves.  *Snapshot*: every holder copies its pieces to host memory, in order with the steps, so that a later step
 may take the memory over.  *Write*: a second call, beside the steps, puts the copies on disk.  Orbax awaits the second, then moves
 the finished checkpoint to its name in one rename: a crash in the middle leaves the last good one.
+
+Of a world of processes that run the same script (``Cluster.distributed()``) each is a holder.  Arrays on the devices of all of
+them are orbax's own; of one that lies with some, a stage's, each process writes and reads its pieces, and those that have none
+write none.
 """
 
 from __future__ import annotations
@@ -11,18 +15,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar import _compat
 from autopar.runtime.distributed_array import DistributedArray, RemoteArray, stored_type
 from autopar.runtime.fleet import MeshWorld
 from autopar.runtime.on_devices import as_numpy
+from autopar.runtime.one_world import elsewhere, told_by_all
 from autopar.runtime.pieced_array import PiecedArray, cut
 from autopar.runtime.storage import Box, StoredArray, create_array, read_piece, write_piece
 from autopar.runtime.waiting import FETCHING_SECONDS, collected
@@ -35,7 +41,7 @@ class _Part:
 
     array: RemoteArray | jax.Array
     name: str
-    leaf: DistributedArray
+    leaf: DistributedArray | jax.Array
     begin: int = 0
 
     def stored(self, directory: Any) -> StoredArray:
@@ -142,13 +148,47 @@ class PiecedHome(ocp.RestoreArgs):
 
 
 def _read_here(stored: StoredArray, home: Any) -> jax.Array:
-    """A piece in this process, each device's part of it read for itself."""
+    """An array or a piece, of which this process reads the part of each of its devices."""
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray[Any, Any]:
         assert index is not None
         return read_piece(stored, _box_of(index, stored.shape))
 
-    return jax.make_array_from_callback(stored.shape, home.sharding, part)
+    return _made_of(part, stored.shape, np.dtype(stored.dtype), home.sharding)
+
+
+def _made_of(
+    part: Callable[[tuple[slice, ...] | None], np.ndarray[Any, Any]], shape: Sequence[int], dtype: Any, sharding: Any
+) -> jax.Array:
+    if not sharding.addressable_devices:
+        return elsewhere(jax.ShapeDtypeStruct(tuple(shape), dtype), sharding)
+    return jax.make_array_from_callback(tuple(shape), sharding, part)
+
+
+def lies_with_some(sharding: Any) -> bool:
+    """Whether these are devices of some processes of this one's world, and not of all."""
+    return len({device.process_index for device in sharding.device_set}) < jax.process_count()
+
+
+def _known_to_all(key: jax.Array) -> jax.Array:
+    """Keys that lie with some processes of the world, on the devices of all; all processes call this."""
+    words: Any = jax.random.key_data(key)
+    own = words.addressable_shards
+    said = told_by_all(np.asarray(own[0].data).tobytes() if own else b"")
+    found = np.frombuffer(next(one for one in said if one), words.dtype).reshape(words.shape)
+    whole = jax.make_array_from_callback(words.shape, _everywhere(), lambda index: found[index])
+    return jax.random.wrap_key_data(whole, impl=_compat.key_impl_name(_compat.dtype_name(key.dtype)))
+
+
+def _everywhere() -> NamedSharding:
+    return NamedSharding(jax.sharding.Mesh(np.array(jax.devices()), ("all",)), PartitionSpec())
+
+
+def _put_with_some(array: jax.Array, sharding: Any) -> jax.Array:
+    """What lies on the devices of all processes, on those of some."""
+    words, key_impl = as_numpy(array, -1, array.dtype)
+    held = _made_of(lambda index: words[index], words.shape, words.dtype, sharding)
+    return held if key_impl is None else jax.random.wrap_key_data(held, impl=key_impl)
 
 
 def _box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
@@ -170,10 +210,14 @@ class ArraySaver(ocp.type_handlers.ArrayHandler):
         wanted = list(args) if args is not None else [ocp.RestoreArgs()] * len(infos)
         away: dict[MeshWorld, list[Any]] = {}
         for number, (info, arg) in enumerate(zip(infos, wanted, strict=True)):
-            if info.is_ocdbt_checkpoint or not isinstance(arg, Home | PiecedHome):
+            if info.is_ocdbt_checkpoint or not _is_ours(arg):
                 continue
             path = str(info.parent_dir / info.name)
-            if isinstance(arg, Home):
+            if isinstance(arg, ocp.ArrayRestoreArgs):
+                if not _compat.is_key_dtype(arg.dtype):
+                    dtype = _compat.dtype_name(arg.dtype)
+                    found[number] = _read_here(StoredArray(path, tuple(arg.global_shape), dtype), arg)
+            elif isinstance(arg, Home):
                 shape, dtype, _ = stored_type(arg.aval)
                 found[number] = _asked(arg, StoredArray(path, shape, dtype), away)
             elif not _compat.is_key_dtype(arg.aval.dtype):
@@ -186,23 +230,27 @@ class ArraySaver(ocp.type_handlers.ArrayHandler):
         collected(refs, FETCHING_SECONDS, "the hosts to read the checkpoint")
         here = [number for number in range(len(infos)) if number not in found]
         if here:
-            ours = Home | PiecedHome
-            plain = [_whole_here(arg.aval) if isinstance(arg := wanted[n], ours) else arg for n in here]
+            plain = [_whole(arg) if _is_ours(arg := wanted[number]) else arg for number in here]
             arrays = await super().deserialize([infos[number] for number in here], plain)
             for number, array in zip(here, arrays, strict=True):
-                arg = wanted[number]
-                found[number] = arg.put(array) if isinstance(arg, ours) else array
+                found[number] = _put(array, wanted[number])
         return [found[number] for number in range(len(infos))]
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None) -> Any:
         """Start the snapshots now; the futures that come back write them."""
-        ours: list[tuple[str, DistributedArray]] = []
+        ours: list[tuple[str, DistributedArray | jax.Array]] = []
         plain: list[tuple[Any, Any, Any]] = []
         for number, (value, info) in enumerate(zip(values, infos, strict=True)):
             arg = args[number] if args is not None else ocp.SaveArgs()
-            if not isinstance(value, DistributedArray):
-                plain.append((value, info, arg))
-            elif _compat.is_key_dtype(value.dtype):
+            is_key = _compat.is_key_dtype(value.dtype)
+            if isinstance(value, jax.Array):
+                if not lies_with_some(value.sharding):
+                    plain.append((value, info, arg))
+                elif is_key:
+                    plain.append((_known_to_all(value), info, arg))
+                else:
+                    ours.append((info.name, value))
+            elif is_key:
                 # A few words; and orbax writes beside them how they are made.
                 plain.append((value.__jax_array__(), info, arg))
             else:
@@ -222,7 +270,8 @@ class ArraySaver(ocp.type_handlers.ArrayHandler):
             if isinstance(part.array, RemoteArray):
                 away.setdefault(part.array.holder, []).append(part)  # type: ignore[arg-type]
             else:
-                part.array.copy_to_host_async()
+                for shard in part.array.addressable_shards:
+                    shard.data.copy_to_host_async()
                 here.append(part)
         found: list[_Snapshot | _Copies] = []
         for world, those in away.items():
@@ -235,7 +284,7 @@ class ArraySaver(ocp.type_handlers.ArrayHandler):
 
     async def _commit(
         self,
-        ours: Sequence[tuple[str, DistributedArray]],
+        ours: Sequence[tuple[str, DistributedArray | jax.Array]],
         taken: Sequence[_Snapshot | _Copies],
         info: Any,
         others: Sequence[Any],
@@ -253,10 +302,27 @@ class ArraySaver(ocp.type_handlers.ArrayHandler):
         await _compat.note_arrays(self._store, info.parent_dir, noted)
 
 
-def _whole_here(aval: Any) -> ocp.ArrayRestoreArgs:
-    """What reads the whole array into the memory of this host."""
+def _is_ours(arg: Any) -> bool:
+    """Whether an array is wanted where orbax puts none: in other processes, in pieces, or with some of a world."""
+    if isinstance(arg, ocp.ArrayRestoreArgs):
+        return arg.sharding is not None and lies_with_some(arg.sharding)
+    return isinstance(arg, Home | PiecedHome)
+
+
+def _whole(arg: Any) -> ocp.ArrayRestoreArgs:
+    """What reads the whole array first: into the memory of this host, or that of all devices of a world."""
+    dtype = arg.dtype if isinstance(arg, ocp.ArrayRestoreArgs) else arg.aval.dtype
+    if jax.process_count() > 1:
+        return ocp.ArrayRestoreArgs(sharding=_everywhere(), dtype=dtype)
     memory = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    return ocp.ArrayRestoreArgs(sharding=memory, dtype=aval.dtype)
+    return ocp.ArrayRestoreArgs(sharding=memory, dtype=dtype)
+
+
+def _put(array: jax.Array, arg: Any) -> Any:
+    """What was read where the argument wants it."""
+    if not _is_ours(arg):
+        return array
+    return _put_with_some(array, arg.sharding) if isinstance(arg, ocp.ArrayRestoreArgs) else arg.put(array)
 
 
 def _asked(home: Home, stored: StoredArray, away: dict[MeshWorld, list[Any]]) -> RemoteArray:
@@ -267,26 +333,25 @@ def _asked(home: Home, stored: StoredArray, away: dict[MeshWorld, list[Any]]) ->
     return array
 
 
-def _parts_of(name: str, value: DistributedArray) -> list[_Part]:
+def _parts_of(name: str, value: DistributedArray | jax.Array) -> list[_Part]:
     """The arrays that each lie on one mesh."""
     if isinstance(value, PiecedArray):
         begins = (0, *value.ends[:-1])
         return [_Part(piece, name, value, begin) for piece, begin in zip(value.pieces, begins, strict=True)]
-    assert isinstance(value, RemoteArray)
+    assert isinstance(value, RemoteArray | jax.Array)
     return [_Part(value, name, value)]
 
 
 def _copied(array: Any) -> dict[Box, np.ndarray[Any, Any]]:
-    """Copies of the parts of an array in this process, each once."""
-    found: dict[Box, np.ndarray[Any, Any]] = {}
-    for shard in array.addressable_shards:
-        box = _box_of(shard.index, array.shape)
-        if box not in found:
-            found[box] = np.array(shard.data)  # a later step may take the memory of the array over
-    return found
+    """Copies of the parts of an array that this process is to write: of those on several devices one has the number 0."""
+    return {
+        _box_of(shard.index, array.shape): np.array(shard.data)  # a later step may take the memory of the array over
+        for shard in array.addressable_shards
+        if shard.replica_id == 0
+    }
 
 
-def _chunk_shape(array: DistributedArray) -> tuple[int, ...]:
+def _chunk_shape(array: DistributedArray | jax.Array) -> tuple[int, ...]:
     """Of the largest chunks of which every device's part is made: parts that differ never share one."""
     if isinstance(array, PiecedArray):
         shapes = [_part_shape(piece) for piece in array.pieces]

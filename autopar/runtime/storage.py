@@ -53,7 +53,7 @@ class StoredArray:
 
 
 def create_array(stored: StoredArray, chunk_shape: Sequence[int]) -> None:
-    """Write the array's metadata; its pieces follow."""
+    """Write the array's metadata; its pieces follow.  Several processes may do so at once: they write the same."""
     metadata = {
         "shape": list(stored.shape_there),
         "chunks": [max(1, extent) for extent in chunk_shape],
@@ -89,6 +89,6 @@ def _open(spec: dict[str, Any], path: str, *, create: bool = False) -> Any:
     import tensorstore
 
     try:
-        return tensorstore.open(tensorstore.Spec(spec), open=not create, create=create).result()
+        return tensorstore.open(tensorstore.Spec(spec), open=True, create=create).result()
     except ValueError as error:
         raise CheckpointError(f"{path} cannot be {'written' if create else 'read'}: {error}") from error
