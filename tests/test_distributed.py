@@ -248,7 +248,7 @@ def test_evaluation_beside_training() -> None:
 
 
 def test_checkpoints_go_from_plan_to_plan(tmp_path: Path) -> None:
-    """Of two stages, saved; read by two processes as one mesh, and saved; read by this process alone; and back into two stages."""
+    """Saved of two stages; read by two processes as one mesh, and saved; read by this process alone; and back into two stages."""
     with jax.enable_x64(True):
         state, wanted, step = create(0), [], jax.jit(train_step)
         for number in range(8):
