@@ -35,7 +35,7 @@ from autopar.inter_op.dealing import check_homes, homes_of, schedule_of, stages_
 from autopar.inter_op.examples import CoupledBatchError
 from autopar.inter_op.layers import layers
 from autopar.inter_op.looped import Looped, looped
-from autopar.inter_op.pipeline_search import SCHEDULES, Wanted, search_pipelines
+from autopar.inter_op.pipeline_search import ESTIMATED_COUNT, ESTIMATED_EXAMPLES, SCHEDULES, Wanted, search_pipelines
 from autopar.inter_op.sites import split_evenly
 from autopar.inter_op.stages import (
     Arrangement,
@@ -46,6 +46,7 @@ from autopar.inter_op.stages import (
     leaves_of,
 )
 from autopar.intra_op.restrict import Reach, Restriction
+from autopar.intra_op.search import LARGE_OPERATORS
 from autopar.likeness import Likeness, StageAsThere, as_there, cuts_as_there
 from autopar.methods import InterOp, IntraOp, Subject, batch_reach, mesh_of, method_of
 from autopar.plan import UNOPENED, Opening, Plan, Schedule, SolverReport
@@ -275,9 +276,14 @@ def _searched(
     asked = demands.num_microbatches
     free = counts_of(subject.roles.batch_size, MOST_MICROBATCHES_OF_PIPELINES)
     counts = free if asked is None else [asked]
+    estimated_count = ESTIMATED_COUNT
+    if len(subject.graph.operators) > LARGE_OPERATORS:
+        estimated_count = max(ESTIMATED_COUNT, (subject.roles.batch_size or 1) // ESTIMATED_EXAMPLES)
     try:
         try:
-            found = search_pipelines(task, counts, wanted, to_beat_seconds=to_beat_seconds)
+            found = search_pipelines(
+                task, counts, wanted, to_beat_seconds=to_beat_seconds, estimated_count=estimated_count
+            )
         except CoupledBatchError as error:
             if asked is not None:
                 return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 
 from autopar.plan import Schedule
@@ -19,7 +18,7 @@ def folded(stages: int, microbatches: int) -> Order:
     for low in range(stages // 2):
         high = stages - 1 - low
         one = (Task.forward(low, 0), Task.forward(high, 0), Task.backward(high, 0), Task.backward(low, 0))
-        rows.append(tuple(replace(task, microbatch=number) for number in range(microbatches) for task in one))
+        rows.append(tuple(task._replace(microbatch=number) for number in range(microbatches) for task in one))
     return Order(stages, microbatches, tuple(rows))
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cost_model.forecast import REPEATING, SIMULATED_AT_LEAST, Rehearsal, forecast, rehearsed_counts
+from autopar.cost_model.forecast import REPEATING, SIMULATED_AT_LEAST, Rehearsal, forecast, lean_count, rehearsed_counts
 from autopar.cost_model.machine import Load, Machine, Processor, Resource, ResourceKind
 from autopar.cost_model.simulate import Work, simulate
 from autopar.plan import Schedule
@@ -71,6 +71,24 @@ def test_few_microbatches_are_simulated_as_they_are() -> None:
     own = rehearsal(Schedule.ONE_F_ONE_B, 3, 3, 7, work, Machine((Processor(),) * 3))
     said = forecast([own], 7)
     assert said.step_seconds == own.simulation.step_seconds == (7 + 2) * 3 + _once(own)
+
+
+@settings(max_examples=10)
+@given(meshes=st.integers(2, 4), count=st.integers(SIMULATED_AT_LEAST + 1, 60), seed=st.integers(0, 2**32 - 1))
+def test_fewer_microbatches_hold_no_more(meshes: int, count: int, seed: int) -> None:
+    """What exceeds a budget with few microbatches need not be simulated with many."""
+    links = {Resource(ResourceKind.NETWORK_OUT, number, 0): 100.0 for number in range(2)}
+    machine, work = Machine((Processor(),) * meshes, links), random_work(seed, meshes)
+    few = lean_count(Schedule.GPIPE, count, meshes)
+    assert few is not None and few < count
+    lean, whole = (rehearsal(Schedule.GPIPE, meshes, meshes, number, work, machine) for number in (few, count))
+    for less, peak in zip(lean.simulation.peak_bytes, whole.simulation.peak_bytes, strict=True):
+        assert less <= peak
+
+
+def test_of_other_schedules_nothing_is_known() -> None:
+    assert lean_count(Schedule.ONE_F_ONE_B, 1000, 2) is lean_count(make_order, 1000, 2) is None
+    assert lean_count(Schedule.GPIPE, SIMULATED_AT_LEAST, 2) is None
 
 
 def _once(own: Rehearsal) -> float:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
+from autopar.cluster import Mesh
 from autopar.inter_op.stages import whole_on
 from autopar.intra_op.search import WORTH_SHARE
 from autopar.intra_op.wide import is_wide
@@ -21,3 +24,15 @@ def test_the_cheapest_mesh_is_found_without_solving_all() -> None:
     for at in (0.0, price):
         best = every.by_mesh(at)[0].priced_seconds
         assert best <= whole_on(task, task.cluster).cheapest(at).priced_seconds <= best / (1 - WORTH_SHARE)
+
+
+def test_one_mesh_is_asked_for_alone() -> None:
+    task = toy_step("mlp_nnx", 2).task(eight_slow_devices())
+    every, alone = whole_on(task, task.cluster), whole_on(task, task.cluster)
+    price = every.by_mesh(0.0)[0].seconds / 1e9
+    for at, answer in itertools.product((0.0, price), every.by_mesh(0.0)):
+        mesh = answer.stage.mesh
+        known = next(one for one in every.by_mesh(at) if one.stage.mesh == mesh)
+        one = alone.on(mesh, at)
+        assert one is not None and one.stage == known.stage and alone.on(mesh, at) is one
+    assert alone.on(Mesh(("data",), (3,)), 0.0) is None

@@ -146,6 +146,20 @@ def test_meshes_that_a_finer_one_stands_for_are_left_out_of_large_steps_on_one_h
     assert intra_op.worth_trying(two) == two.meshes
 
 
+def test_meshes_of_three_axes_are_looked_at_where_one_of_two_comes_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    task = replace(task_on(eight_slow_devices().replace(hosts=2, devices_per_host=4)), report_progress=said.append)
+    best = min(intra_op.Ground(task.graph, task.state_pairs).on(task, mesh).solve().cost for mesh in task.meshes)
+    three = [mesh for mesh in task.meshes if len(mesh.axis_sizes) == 3]
+    assert three
+    monkeypatch.setattr(intra_op, "LARGE_OPERATORS", 0)
+    for share, may, looks_at_all in ((1.01, True, False), (0.99, False, True), (0.5, False, False)):
+        said.clear()
+        assert intra_op.may_cost_less(task, share * best) is may
+        if not may:
+            assert any(str(mesh) in text for mesh in three for text in said) is looks_at_all
+
+
 def test_forms_of_a_step_are_made_once() -> None:
     forms, terms = Rewritings(subject(), "cpu"), Demands().terms(4)
     one = forms.microbatched(terms)

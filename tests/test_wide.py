@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -86,3 +87,26 @@ def test_most_options_never_meet_the_solver() -> None:
     found = wide.solve_wide(model, solve)
     assert found is not None and found.gap <= wide.ENOUGH
     assert max(sizes, default=0) < model.num_variables / 100
+
+
+@given(models(), st.sampled_from([1e-3, 0.05, 1.0]))
+def test_what_is_worth_no_enumeration_is_proven_still(model: Model, share: float) -> None:
+    best, found = by_trying(model), wide.solve_wide(model, by_trying, worth_share=share)
+    assert (best is None) == (found is None)
+    if best is not None and found is not None:
+        assert np.isclose(model.cost(found.options), found.cost)
+        assert found.bound <= best.cost + 1e-9
+        assert found.cost <= best.cost + share * found.cost + 1e-12
+
+
+def test_a_gap_that_is_worth_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every node with every other: the bound of messages stays below the optimum, and two states are no enumeration."""
+    monkeypatch.setattr(wide, "STATES", 2)
+    monkeypatch.setattr(wide, "CLOSE_STATES", 2)
+    rng = np.random.default_rng(1)
+    edges = {(i, j): rng.random((6, 6)) for i, j in itertools.combinations(range(7), 2)}
+    model = Model([rng.random(6) for _ in range(7)], edges)
+    left, settled = (wide.solve_wide(model, by_trying, worth_share=share) for share in (1.0, wide.ENOUGH))
+    assert left is not None and settled is not None
+    assert settled.gap <= wide.ENOUGH < left.gap <= 1.0
+    assert left.bound <= settled.cost <= left.cost + 1e-9

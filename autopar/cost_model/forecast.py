@@ -75,6 +75,15 @@ def rehearsed_counts(schedule: object, count: int, num_meshes: int) -> tuple[int
     return first, last
 
 
+def lean_count(schedule: object, count: int, num_meshes: int) -> int | None:
+    """A small number of microbatches with which a step holds no more bytes than with ``count``; None: none is known.
+
+    Of GPipe every microbatch that is left out leaves out its residuals.
+    """
+    few = LEAD_IN * num_meshes
+    return few if schedule is Schedule.GPIPE and count > max(SIMULATED_AT_LEAST, few) else None
+
+
 def forecast(rehearsals: Sequence[Rehearsal], count: int) -> Forecast:
     """What a step of ``count`` microbatches takes; ``rehearsals`` are those of :func:`rehearsed_counts`."""
     last = rehearsals[-1]

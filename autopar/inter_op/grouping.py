@@ -81,13 +81,15 @@ def best_groupings(estimates: Estimates, count: int) -> list[Grouping]:
     tables = _Tables(estimates, count)
     best: dict[int, Grouping] = {}
     for guess in tables.guesses():
-        waiting = (count - 1) * guess
-        if best and waiting > 2 * min(one.bound_seconds for one in best.values()):
+        if best and (count - 1) * guess > 2 * min(one.bound_seconds for one in best.values()):
             break
-        for stages, (seconds, ends, devices) in enumerate(tables.solve(guess), start=1):
-            total = seconds + waiting
-            if stages > 1 and np.isfinite(total) and total < best.get(stages, _NONE).bound_seconds:
-                best[stages] = Grouping(count, ends, devices, float(total), hosts=estimates.order.hosts)
+        for stages, (seconds, ends, places) in enumerate(tables.solve(guess), start=1):
+            if stages == 1 or not np.isfinite(seconds):
+                continue
+            total = seconds + (count - 1) * tables.slowest(ends, places)
+            if total < best.get(stages, _NONE).bound_seconds:
+                devices = tuple(map(estimates.order.devices, places))
+                best[stages] = Grouping(count, ends, devices, total, hosts=estimates.order.hosts)
     return sorted(best.values(), key=lambda one: one.bound_seconds)
 
 
@@ -207,7 +209,7 @@ class _Tables:
         return 2 * link.latency_seconds + self._bytes / (link.bytes_per_second * ways)
 
     def solve(self, guess: float) -> list[tuple[float, tuple[int, ...], tuple[tuple[int, ...], ...]]]:
-        """For each number of stages: seconds, ends, devices of the best grouping whose stages take at most ``guess``."""
+        """For each number of stages: seconds, ends, places of the best grouping whose stages take at most ``guess``."""
         order, layers = self._estimates.order, self.num_layers
         done = np.where(np.arange(layers + 1) == layers, 0.0, np.inf)
         before = {end: [(end, done)] for end in last_ends(order.cluster)}
@@ -233,8 +235,13 @@ class _Tables:
                     before.setdefault(end, []).append((start, best.seconds))
             total_seconds = float(picked[0].seconds[0]) if 0 in picked else float("inf")
             ends, places = _read_back(choice, last) if np.isfinite(total_seconds) else ((), ())
-            found.append((total_seconds, ends, tuple(map(order.devices, places))))
+            found.append((total_seconds, ends, places))
         return found
+
+    def slowest(self, ends: Sequence[int], places: Sequence[Sequence[int]]) -> float:
+        """Seconds of the slowest of given stages; a guess is seldom met exactly."""
+        parts = [self._estimates.order.parts[run[0], len(run)] for run in places]
+        return max(float(self.seconds[part][run]) for part, run in zip(parts, pairwise((0, *ends)), strict=True))
 
     def _passage(self, start: int, end: int, next_start: int) -> np.ndarray:
         return self.crossing_seconds(range(start, end), (next_start,))

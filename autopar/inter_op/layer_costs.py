@@ -5,15 +5,18 @@ need be at a price for memory.  The seconds of every node of the program go to t
 the layers, a stage of the layers i … j−1
 on n devices takes about
 
-    per microbatch   t = Σ_l (compute_l + transfer_l) · N₀/N + latency_l        once   u = Σ_l update_l
+    per microbatch   t = Σ_l (compute_l + transfer_l) · N₀/N · a + fixed_l        once   u = Σ_l update_l
     bytes            Σ_l state_l + (microbatches in flight) · Σ_l residuals_l · N₀/N
 
-where N₀ is the number of microbatches that was laid out: work and bytes are in proportion to the size of a microbatch, the
-latencies of collectives are not.
+where N₀ is the number of microbatches that was laid out: work and bytes are in proportion to the size of a microbatch.  What is
+fixed are latencies of collectives, and what is done to arrays that hold no rows of the batch: gradients are added up, and
+parameters gathered, once for every microbatch however small it is.  Where the plan cuts the examples of a microbatch into more
+pieces than there are examples, devices do the same work, a of them each.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +27,7 @@ from autopar import _compat
 from autopar.cluster import Cluster
 from autopar.graph.ir import Graph
 from autopar.inter_op.looped import Looped
+from autopar.inter_op.rescaled import touched_values, values_with_rows
 from autopar.intra_op.priced import PricedStage
 from autopar.intra_op.problem import OperatorNode, Problem
 from autopar.plan import Layout, Stage
@@ -36,20 +40,29 @@ from autopar.schedule.stage_program import Cut, Passing
 class LayerCosts:
     """Estimates of every layer on stages of one number of devices; arrays of one number per layer.
 
-    ``work_seconds`` and ``latency_seconds`` are of one microbatch of N₀ = ``count``, ``once_seconds`` of a step; ``state_bytes``
+    ``work_seconds`` and ``fixed_seconds`` are of one microbatch of N₀ = ``count``, ``once_seconds`` of a step; ``state_bytes``
     and ``residual_bytes`` are of one device, the latter of one microbatch.
     """
 
     count: int
     work_seconds: np.ndarray
-    latency_seconds: np.ndarray
+    fixed_seconds: np.ndarray
     once_seconds: np.ndarray
     state_bytes: np.ndarray
     residual_bytes: np.ndarray
+    examples: int = 0
+    """Of a microbatch of the N₀; 0: not known."""
+    pieces: int = 1
+    """Into so many the plan cuts the examples of a microbatch."""
 
     def microbatch_seconds(self, count: int) -> np.ndarray:
         """Seconds of one microbatch of each layer if there are ``count``."""
-        return self.work_seconds * (self.count / count) + self.latency_seconds
+        return self.work_seconds * (self.count / count) * self.repeats(count) + self.fixed_seconds
+
+    def repeats(self, count: int) -> float:
+        """How many devices do the same work where the microbatches of ``count`` have too few examples for the plan's pieces."""
+        examples = self.examples * self.count // count
+        return self.pieces / math.gcd(self.pieces, examples) if examples else 1.0
 
     def residual_bytes_of(self, count: int) -> np.ndarray:
         """Bytes that one microbatch leaves for the backward pass in each layer, if there are ``count``."""
@@ -134,21 +147,33 @@ def layer_costs(loop: Looped, layers: LayerMap, priced: PricedStage, cluster: Cl
     """The price of every layer in a plan of the whole looped step on ``cluster``, the devices of one stage."""
     count, problem = loop.count, priced.problem
     inside = {value.id for value in loop.body.all_values()}
-    work, latency, once = (np.zeros(layers.num_layers) for _ in range(3))
+    rows = values_with_rows(loop)
+    work, fixed, once = (np.zeros(layers.num_layers) for _ in range(3))
     collectives = np.zeros(layers.num_layers)
     values = _values_of_nodes(problem)
-    for value, seconds in zip(values, priced.node_seconds, strict=True):
+    for value, node, seconds in zip(values, problem.nodes, priced.node_seconds, strict=True):
         layer = layers.layer_of_value.get(value, 0)
-        (work if value in inside else once)[layer] += seconds
+        touched = touched_values(node.operator) if isinstance(node, OperatorNode) else {value}
+        of_pass = once if value not in inside else work if touched & rows else fixed
+        of_pass[layer] += seconds
     for edge in problem.edges:
         source, target = priced.chosen(edge.source.node), priced.chosen(edge.target.node)
         value = values[edge.target.node]
-        if value in inside and source != target and isinstance(source, Layout) and isinstance(target, Layout):
+        if value in rows and source != target and isinstance(source, Layout) and isinstance(target, Layout):
             collectives[layers.layer_of_value.get(value, 0)] += 1
     link = cluster.network_link if cluster.hosts > 1 else cluster.local_link
-    work /= count
+    work, fixed = work / count, fixed / count
     latency = np.minimum(work, collectives * link.latency_seconds)
-    return LayerCosts(count, work - latency, latency, once, *_bytes_by_layer(loop, layers, priced.stage))
+    held = _bytes_by_layer(loop, layers, priced.stage)
+    pieces = _examples_and_pieces(loop, priced.stage)
+    return LayerCosts(count, work - latency, fixed + latency, once, *held, *pieces)
+
+
+def _examples_and_pieces(loop: Looped, stage: Stage) -> tuple[int, int]:
+    """Examples of a microbatch, and into how many pieces they are cut where the batch lies."""
+    leaves = [loop.graph.values[loop.graph.inputs[position]] for position in loop.batch]
+    pieces = [stage.mesh.axis_size(*stage.home(leaf.id, len(leaf.shape)).dims[1]) for leaf in leaves]
+    return min((leaf.shape[1] for leaf in leaves), default=0), max(pieces, default=1)
 
 
 def _values_of_nodes(problem: Problem) -> list[int]:

@@ -57,7 +57,14 @@ PLANNED_OPERATORS = LARGE_OPERATORS
 """So many groupings are planned exactly, or as many as together have so many operators, but at least two."""
 
 ESTIMATED_COUNT = 16
-"""Estimates are made for so many microbatches, or the next smaller number that divides the batch."""
+"""Estimates are made for so many microbatches, or the next smaller number that divides the batch, of small programs.
+
+Of these more and fewer are tried as well.
+"""
+
+ESTIMATED_EXAMPLES = 4
+"""Estimates of a large program are made for microbatches of so many examples: it is planned in one or two numbers of them only,
+and these are large.  What few examples cost, which cannot be cut over many devices, no estimate from many examples tells."""
 
 NEARLY = 1.25
 NEARLY_LARGE = 1.15
@@ -123,14 +130,16 @@ def search_pipelines(
     *,
     to_beat_seconds: float = float("inf"),
     starts: Mapping[int, tuple[int, ...]] | None = None,
+    estimated_count: int = ESTIMATED_COUNT,
 ) -> PipelineFound | None:
     """The fastest pipeline of two stages or more that is faster than ``to_beat_seconds``; None if there is none.
 
     ``tasks`` gives the step looped over so many microbatches; ``counts`` are the numbers that it may be asked for; ``starts``
-    are, by that number, the forward operators before which layers begin, unless they are to be found.
+    are, by that number, the forward operators before which layers begin, unless they are to be found.  Estimates are made for
+    ``estimated_count`` microbatches, or the next smaller number that may be asked for.
     Raises :class:`~autopar.errors.BudgetError` where pipelines were found but none keeps the budget.
     """
-    coarse = _Search(tasks, counts, wanted, to_beat_seconds, wanted.num_stages or 2)
+    coarse = _Search(tasks, counts, wanted, to_beat_seconds, wanted.num_stages or 2, estimated_count)
     coarse.starts.update(starts or {})
     found = coarse.best()
     if wanted.num_stages is not None or starts is not None or not coarse.is_small:
@@ -138,7 +147,7 @@ def search_pipelines(
     # A stage for each device needs as many layers.  They are looked at behind the few that cost least to part: more groupings
     # of more layers would crowd these out.
     enough = to_beat_seconds if found is None else found.step_seconds
-    fine = _Search(tasks, counts, wanted, enough, coarse.num_devices)
+    fine = _Search(tasks, counts, wanted, enough, coarse.num_devices, estimated_count)
     if fine.num_layers <= coarse.num_layers:
         return found
     return fine.best() or found
@@ -154,16 +163,20 @@ class _Search:
         wanted: Wanted,
         to_beat_seconds: float,
         at_least: int,
+        estimated_count: int,
     ) -> None:
         """``at_least`` is the number of layers that are looked for."""
         self._tasks, self._counts, self._wanted = tasks, sorted(counts), wanted
         self._enough = to_beat_seconds
         self._at_least = at_least
+        self._estimated_count = estimated_count
         self._best: PipelineFound | None = None
         self._grouping: Grouping | None = None
         self._planned: set[tuple[int, tuple[int, ...], tuple[tuple[int, ...], ...], tuple[int, ...] | None]] = set()
         self._estimates: dict[tuple[int, ...], Estimates] = {}
         self._fastest: list[PipelineFound] = []
+        self._least_seconds = float("inf")
+        """Of the groupings of a large program that were planned, what integer programs say of the best."""
         self._known_homes: dict[int, tuple[int, ...] | None] = {}
         self._refusal: BudgetError | None = None
         self._planners: dict[int, StagePlanner] = {}
@@ -173,7 +186,7 @@ class _Search:
     @property
     def _base(self) -> int:
         """The number of microbatches that stands for the others."""
-        return max((count for count in self._counts if count <= ESTIMATED_COUNT), default=self._counts[0])
+        return max((count for count in self._counts if count <= self._estimated_count), default=self._counts[0])
 
     @property
     def is_small(self) -> bool:
@@ -206,6 +219,8 @@ class _Search:
         nearly = NEARLY if self.is_small else NEARLY_LARGE
         for grouping in groupings:
             if len(self._planned) >= most or grouping.bound_seconds > nearly * self._enough:
+                break
+            if self._best is not None and grouping.bound_seconds > (1 - LARGE_WORTH_SHARE) * self._least_seconds:
                 break
             if not self._plan(grouping):
                 break
@@ -443,16 +458,36 @@ class _Search:
             return True
         planner, give_up_seconds = self._planner(grouping.count), float("inf")
         if self._tasks(grouping.count).is_large:
-            give_up_seconds = GIVE_UP * self._enough
-            if planner.bound_seconds(arrangement) >= give_up_seconds:
+            is_dealt = grouping.homes is not None and self._best is not None
+            # What is given up is returned as it is, so it must not be faster than the best: it may exceed the budget.
+            give_up_seconds = (1.0 if is_dealt else GIVE_UP) * self._enough
+            least_seconds = planner.bound_seconds(arrangement)
+            if least_seconds >= ((1 - LARGE_WORTH_SHARE) * self._enough if is_dealt else give_up_seconds):
                 return False
-        try:
-            found = planner.plan(arrangement, give_up_seconds)
-        except BudgetError as error:
-            self._refusal = self._refusal or error
+            self._least_seconds = min(self._least_seconds, least_seconds)
+            first, *others = planner.fastest_first(arrangement, schedules)
+        found = self._first_within_budget(planner, arrangement, (first, *others), give_up_seconds)
+        if found is None:
             return True
+        others = [schedule for schedule in schedules if schedule is not found.arrangement.schedule]
         self._fastest.append(found)
         for candidate in (found, *(planner.under(found, schedule) for schedule in others)):
             if self._take(candidate):
                 self._grouping = grouping
         return True
+
+    def _first_within_budget(
+        self,
+        planner: StagePlanner,
+        arrangement: Arrangement,
+        schedules: Sequence[Schedule | OrderFunction],
+        give_up_seconds: float,
+    ) -> PipelineFound | None:
+        """The pipeline under the first of the schedules that keeps the budget; of a small program only the first is tried."""
+        hopeful = [schedule for schedule in schedules[1:] if schedule is not Schedule.GPIPE]  # which keeps most of all
+        for schedule in (schedules[0], *(hopeful if planner.is_large else ())):
+            try:
+                return planner.plan(replace(arrangement, schedule=schedule), give_up_seconds)
+            except BudgetError as error:
+                self._refusal = self._refusal or error
+        return None

@@ -69,8 +69,8 @@ class Rescaling:
             number
             for number, node in enumerate(problem.nodes)
             if isinstance(node, OperatorNode)
-            and not _touched(node.operator) & rows
-            and _touched(node.operator) & inside
+            and not touched_values(node.operator) & rows
+            and touched_values(node.operator) & inside
         }
         nodes = [
             seconds * ratio if members[0] in repeated else seconds
@@ -103,7 +103,8 @@ def _priced(model: Model, row: MemoryRow, seconds_per_byte: float) -> Model:
     return Model(nodes, edges)
 
 
-def _touched(operator: Operator) -> set[int]:
+def touched_values(operator: Operator) -> set[int]:
+    """What an operator reads and makes."""
     return {value for value in (*operator.operands, *operator.results) if value is not None}
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autopar.cluster import Cluster, Mesh
-from autopar.cost_model.forecast import Forecast, Rehearsal, forecast, rehearsed_counts
+from autopar.cost_model.forecast import Forecast, Rehearsal, forecast, lean_count, rehearsed_counts
 from autopar.cost_model.pipeline import StageCost, row_bytes, simulate_pipeline, stage_cost, transfers_of
 from autopar.cost_model.simulate import Simulation
 from autopar.errors import BudgetError, PlanError
@@ -192,6 +192,7 @@ class StagePlanner:
         self._graphs: dict[int, tuple[Graph, str]] = {}
         self._prices: dict[Hashable, Prices] = {}
         self._costs: dict[Hashable, StageCost] = {}
+        self._simulations: dict[Hashable, PipelineFound] = {}
 
     def bound_seconds(self, arrangement: Arrangement) -> float:
         """Seconds of a step of which nothing but computing and the collectives of stages takes time, without a budget.
@@ -203,6 +204,22 @@ class StagePlanner:
         seconds = [sum(found[stage].seconds for stage in stages) for stages in arrangement.sharing]
         chunks = max(map(len, arrangement.sharing))
         return max(seconds) + (sum(seconds) - max(seconds)) / (chunks * self._task.loop.count)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether every integer program counts."""
+        return self._task.is_large
+
+    def fastest_first(
+        self, arrangement: Arrangement, schedules: Sequence[Schedule | OrderFunction]
+    ) -> list[Schedule | OrderFunction]:
+        """The schedules by the seconds of a step under each, without a budget; GPipe, which keeps everything, last."""
+        made = self.cut(arrangement.cuts)
+        free = [0.0] * len(made.stages)
+        lean = [schedule for schedule in schedules if schedule is not Schedule.GPIPE]
+        if len(lean) > 1:
+            lean.sort(key=lambda one: self._at(replace(arrangement, schedule=one), made, free).step_seconds)
+        return [*lean, *(schedule for schedule in schedules if schedule is Schedule.GPIPE)]
 
     def squeezed(self, arrangement: Arrangement) -> tuple[bool, ...]:
         """For each mesh, in the order of their first stages, whether the fastest plans of its stages exceed the budget."""
@@ -254,9 +271,12 @@ class StagePlanner:
                 for price, low in zip(prices, too_low, strict=True)
             ]
             other = self._at(arrangement, made, lower)
-            if any(self._over(other)):
+            over = self._over(other)
+            if any(over):  # some of the stages, for which prices stay as they are
                 too_low = lower
-            else:
+                lower = [price if is_over else low for price, low, is_over in zip(prices, lower, over, strict=True)]
+                other = self._at(arrangement, made, lower)
+            if not any(self._over(other)):
                 prices = lower
                 if other.step_seconds < result.step_seconds:
                     result = other
@@ -275,10 +295,8 @@ class StagePlanner:
                     prices[stages[0]]
                 )
                 continue
-            answers = {
-                stage: self._stage(made.stages[stage], arrangement, stage).by_mesh(prices[stage]) for stage in stages
-            }
-            together = _on_common_meshes(answers)
+            owners = {stage: self._stage(made.stages[stage], arrangement, stage) for stage in stages}
+            together = _together(owners, prices)
             if not together:
                 raise PlanError(
                     f"stages {' and '.join(str(stage + 1) for stage in stages)} are to share the devices "
@@ -362,12 +380,30 @@ class StagePlanner:
 
     def under(self, found: PipelineFound, schedule: Schedule | OrderFunction) -> PipelineFound | None:
         """The same stages under another schedule; None where that exceeds the budget."""
-        other = self._simulated(replace(found.arrangement, schedule=schedule), found.cut, found.found)
+        arrangement = replace(found.arrangement, schedule=schedule)
+        few = lean_count(schedule, found.count, len(arrangement.sharing))
+        if few is not None and any(self._over(self._simulated(arrangement, found.cut, found.found, few))):
+            return None
+        other = self._simulated(arrangement, found.cut, found.found)
         return None if any(self._over(other)) else other
 
-    def _simulated(self, arrangement: Arrangement, made: Cut, found: Sequence[PricedStage]) -> PipelineFound:
-        """The pipeline of stages that are planned, as it runs; of many microbatches some are simulated."""
-        cluster, count, meshes = self._task.cluster, self._task.loop.count, len(arrangement.sharing)
+    def _simulated(
+        self, arrangement: Arrangement, made: Cut, found: Sequence[PricedStage], few: int | None = None
+    ) -> PipelineFound:
+        """The pipeline of stages that are planned, as it runs; of many microbatches some are simulated.
+
+        With ``few`` the same of only so many of the microbatches.
+        """
+        key = arrangement, tuple(map(id, found)), few
+        if key not in self._simulations:
+            count = self._task.loop.count if few is None else few
+            self._simulations[key] = self._simulated_anew(arrangement, made, found, count)
+        return self._simulations[key]
+
+    def _simulated_anew(
+        self, arrangement: Arrangement, made: Cut, found: Sequence[PricedStage], count: int
+    ) -> PipelineFound:
+        cluster, meshes = self._task.cluster, len(arrangement.sharing)
         counts = rehearsed_counts(arrangement.schedule, count, meshes)
         orders = [make_order(arrangement.schedule, len(found), number, meshes) for number in counts]
         costs = tuple(
@@ -421,6 +457,26 @@ class StagePlanner:
             "or devices, more microbatches, another schedule, or raise memory_per_device=.",
             needed_bytes=peaks[mesh],
         )
+
+
+def _together(owners: Mapping[int, Prices], prices: Sequence[float]) -> list[dict[int, PricedStage]]:
+    """Answers of stages that are to agree on a mesh, for every mesh that may be the best for all of them.
+
+    Where meshes take long to solve, these are the meshes that are best for one of the stages, if there is one for all.
+    """
+    if all(one.is_quick for one in owners.values()):
+        return _on_common_meshes({stage: one.by_mesh(prices[stage]) for stage, one in owners.items()})
+    best = {stage: one.cheapest(prices[stage]) for stage, one in owners.items()}
+    found = []
+    for mesh in dict.fromkeys(one.stage.mesh for one in best.values()):
+        answers = {
+            stage: best[stage] if best[stage].stage.mesh == mesh else one.on(mesh, prices[stage])
+            for stage, one in owners.items()
+        }
+        known = {stage: one for stage, one in answers.items() if one is not None}
+        if len(known) == len(answers):
+            found.append(known)
+    return found or _on_common_meshes({stage: one.by_mesh(prices[stage]) for stage, one in owners.items()})
 
 
 def _on_common_meshes(answers: Mapping[int, Sequence[PricedStage]]) -> list[dict[int, PricedStage]]:

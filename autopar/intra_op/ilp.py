@@ -28,7 +28,7 @@ from autopar.errors import PlanError
 from autopar.intra_op.eliminate import optimum_by_elimination
 from autopar.intra_op.model import Model, Solution
 from autopar.intra_op.reduce import by_reduction
-from autopar.intra_op.wide import is_wide, solve_wide
+from autopar.intra_op.wide import ENOUGH, is_wide, solve_wide
 
 INTEGRALITY_TOLERANCE = 1e-5
 RELATIVE_GAP = 1e-6
@@ -68,11 +68,17 @@ Backend = Callable[[Program, bool, float], Answer]
 
 
 def solve(
-    model: Model, *, time_limit_seconds: float = 60.0, backend: Backend | None = None, below: float = np.inf
+    model: Model,
+    *,
+    time_limit_seconds: float = 60.0,
+    backend: Backend | None = None,
+    below: float = np.inf,
+    worth_share: float = ENOUGH,
 ) -> Solution | None:
     """The best solution of the model, or None when no solution keeps the memory rows.
 
     None is returned as well as soon as it is known that none costs less than ``below``, where that is known before the rest.
+    Of a wide program any solution will do that is proven to be the best up to ``worth_share``, where more takes an enumeration.
 
     When the time is up the best solution found is returned with its proven bound; if none was found, raises
     :class:`~autopar.errors.PlanError`.
@@ -88,7 +94,13 @@ def solve(
     def any_core(core: Model) -> Solution | None:
         if not is_wide(core):
             return narrow(core)
-        return solve_wide(core, lambda part: by_reduction(part, narrow_at_last), below=below, until_seconds=deadline)
+        return solve_wide(
+            core,
+            lambda part: by_reduction(part, narrow_at_last),
+            below=below,
+            worth_share=worth_share,
+            until_seconds=deadline,
+        )
 
     return by_reduction(model, any_core)
 

@@ -17,6 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.cluster import Mesh
 from autopar.errors import PlanError
 from autopar.intra_op.alike import Quotient
 from autopar.intra_op.bound import lower_bound
@@ -87,6 +88,12 @@ class Prices:
             raise refusal
         self._answers: dict[float, tuple[PricedStage, ...]] = {}
         self._cheapest: dict[float, PricedStage] = {}
+        self._alone: dict[tuple[float, Mesh], PricedStage | None] = {}
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether all meshes are solved as soon as one."""
+        return not any(is_wide(one.model) for one in self._meshes)
 
     def cheapest(self, seconds_per_byte: float) -> PricedStage:
         """The stage at a price, up to the task's ``worth_share``, by which another mesh might be cheaper.
@@ -95,7 +102,7 @@ class Prices:
         """
         price = seconds_per_byte
         if price not in self._cheapest:
-            is_quick = price in self._answers or not any(is_wide(one.model) for one in self._meshes)
+            is_quick = price in self._answers or self.is_quick
             self._cheapest[price] = self.by_mesh(price)[0] if is_quick else self._stage(*self._solve_best(price))
         return self._cheapest[price]
 
@@ -104,6 +111,17 @@ class Prices:
         if seconds_per_byte not in self._answers:
             self._answers[seconds_per_byte] = self._solve(seconds_per_byte)
         return self._answers[seconds_per_byte]
+
+    def on(self, mesh: Mesh, seconds_per_byte: float) -> PricedStage | None:
+        """The best stage of one mesh at a price; None where the demands leave none there."""
+        key = seconds_per_byte, mesh
+        if key not in self._alone:
+            one = next((one for one in self._meshes if one.choices.mesh == mesh), None)
+            try:
+                self._alone[key] = None if one is None else self._stage(one, self._at(one, seconds_per_byte).solve())
+            except PlanError:
+                self._alone[key] = None
+        return self._alone[key]
 
     def others_of(self, stage: PricedStage) -> tuple[PricedStage, ...]:
         """What is best on the other meshes at the price at which a stage was found."""

@@ -60,15 +60,18 @@ def is_wide(model: Model) -> bool:
     return not model.memory and model.num_variables > WIDE_VARIABLES
 
 
-def solve_wide(model: Model, solve: Solver, *, below: float = np.inf, until_seconds: float = np.inf) -> Solution | None:
-    """The best solution up to a share of ``ENOUGH``; ``solve`` answers for narrower models.
+def solve_wide(
+    model: Model, solve: Solver, *, below: float = np.inf, worth_share: float = ENOUGH, until_seconds: float = np.inf
+) -> Solution | None:
+    """The best solution up to a share of ``ENOUGH``, or of ``worth_share`` where passes come to an end before that is proven;
+    ``solve`` answers for narrower models.
 
     None if there is none, or as soon as it is known that none costs less than ``below``. Any that was found will do once
     :func:`time.monotonic` says ``until_seconds``.
     """
     order = narrow_order(model)
     passing = _Passing(in_order(model, order), below)
-    is_settled = _settle(passing, until_seconds)
+    is_settled = _settle(passing, worth_share, until_seconds)
     if passing.is_hopeless:
         return None
     found = passing.incumbent
@@ -77,7 +80,7 @@ def solve_wide(model: Model, solve: Solver, *, below: float = np.inf, until_seco
     return None if found is None else _renumbered(found, order)
 
 
-def _settle(passing: _Passing, until_seconds: float) -> bool:
+def _settle(passing: _Passing, worth_share: float, until_seconds: float) -> bool:
     """Whether passes and walks find a solution that is good enough, or any before the time is up."""
     for rounds in ROUNDS:
         passing.run(rounds)
@@ -91,6 +94,8 @@ def _settle(passing: _Passing, until_seconds: float) -> bool:
             passing.walk(CLOSE_STATES, until_seconds)
         if passing.is_settled or passing.is_late(until_seconds):
             return True
+    if passing.gap <= worth_share:
+        return True
     passing.walk(LAST_STATES, until_seconds)
     return passing.is_settled or passing.is_late(until_seconds)
 
@@ -174,14 +179,19 @@ class _Passing:
         return np.inf if self._best is None else self._best.cost
 
     @property
+    def gap(self) -> float:
+        """Of the best solution so far; infinite where there is none."""
+        return np.inf if self.incumbent is None else self.incumbent.gap
+
+    @property
     def is_close(self) -> bool:
         """Whether the best solution so far is nearly good enough."""
-        return self.incumbent is not None and self.incumbent.gap <= CLOSE * ENOUGH
+        return self.gap <= CLOSE * ENOUGH
 
     @property
     def is_settled(self) -> bool:
         """Whether the best solution so far is good enough."""
-        return self.incumbent is not None and self.incumbent.gap <= ENOUGH
+        return self.gap <= ENOUGH
 
     def is_late(self, until_seconds: float) -> bool:
         """Whether the time is up and there is a solution."""

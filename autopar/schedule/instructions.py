@@ -53,8 +53,7 @@ class Part(Enum):
         return self in (Part.FORWARD, Part.BACKWARD, Part.WEIGHT)
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(NamedTuple):
     """One call of one executable: a part of a stage (a segment of it), for a microbatch or once.
 
     Of a ``MOVE`` the stage is that of the value, and the segment is the number of the transfer.

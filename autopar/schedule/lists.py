@@ -180,6 +180,7 @@ class _Names:
         self._stages = stages
         self._microbatches = range(num_microbatches)
         self._version: dict[tuple[int, int], int] = {}  # of a carried name: the microbatch that wrote it last
+        self._readings: dict[tuple[int, Part, int], list[tuple[int, bool, bool]]] = {}
         self._executables = {
             (stage, face.part, face.segment): face
             for stage, interface in enumerate(stages)
@@ -206,17 +207,33 @@ class _Names:
 
     def run(self, task: Task) -> Run:
         """The instruction of the next task of its stage."""
-        face = self._executables[task.stage, task.part, task.segment]
+        key = task.stage, task.part, task.segment
+        if (readings := self._readings.get(key)) is None:
+            readings = self._readings[key] = self._readings_of(self._executables[key], task)
         inputs: list[Slot] = []
         donated: list[int] = []
-        for name in face.reads:
-            each = task.part.per_microbatch and self._kind(task.stage, name) is Kind.EACH
-            slots = (Slot(task.stage, name, task.microbatch),) if each else self.all(task.stage, (name,))
-            carried = self._kind(task.stage, name) is Kind.CARRIED and name in face.writes
-            if carried or name in face.donates:
-                donated.extend(range(len(inputs), len(inputs) + len(slots)))
-            inputs.extend(slots)
-        return Run(task, tuple(inputs), tuple(self._written(task, name) for name in face.writes), tuple(donated))
+        for name, is_own, is_donated in readings:
+            before = len(inputs)
+            if is_own:
+                inputs.append(Slot(task.stage, name, task.microbatch))
+            else:
+                inputs.extend(self.all(task.stage, (name,)))
+            if is_donated:
+                donated.extend(range(before, len(inputs)))
+        writes = self._executables[key].writes
+        return Run(task, tuple(inputs), tuple(self._written(task, name) for name in writes), tuple(donated))
+
+    def _readings_of(self, face: Executable, task: Task) -> list[tuple[int, bool, bool]]:
+        """Every name that is read, whether only of the task's microbatch, and whether its memory is taken over."""
+        kinds = [self._kind(task.stage, name) for name in face.reads]
+        return [
+            (
+                name,
+                task.part.per_microbatch and kind is Kind.EACH,
+                (kind is Kind.CARRIED and name in face.writes) or name in face.donates,
+            )
+            for name, kind in zip(face.reads, kinds, strict=True)
+        ]
 
     def _written(self, task: Task, name: int) -> Slot:
         kind = self._kind(task.stage, name)

@@ -1,0 +1,74 @@
+"""Are groupings what they are said to take?"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.inter_op.grouping import Estimates, best_groupings, given_grouping
+from autopar.inter_op.layer_costs import LayerCosts
+from autopar.inter_op.sites import host_order, stage_sizes
+from tests.pipeline_enumerator import cluster_of
+
+NUM_LAYERS, HOSTS, DEVICES = 5, 2, 2
+
+
+def estimates_of(seed: int) -> Estimates:
+    """Layers of unlike costs, on parts that are a little slower than in proportion."""
+    rng = np.random.default_rng(seed)
+    cluster = cluster_of(HOSTS, DEVICES, network=1e6)
+    order = host_order(cluster, range(HOSTS), stage_sizes(cluster))
+    work = rng.uniform(1.0, 3.0, NUM_LAYERS)
+    costs = {}
+    for part in order.firsts:
+        size = part.num_devices
+        seconds = work / size * rng.uniform(1.0, 1.2)
+        once, fixed = rng.uniform(0.0, 0.5, NUM_LAYERS) / size, rng.uniform(0.0, 0.1, NUM_LAYERS)
+        costs[part] = LayerCosts(8, seconds, fixed, once, np.ones(NUM_LAYERS), np.ones(NUM_LAYERS))
+    crossing = np.concatenate([[0.0], rng.uniform(0.0, 1e4, NUM_LAYERS - 1), [0.0]])
+    budgets = dict.fromkeys(order.firsts, 1e9)
+    return Estimates(order, budgets, costs, crossing, min(NUM_LAYERS, cluster.num_devices))
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 8, 64]))
+def test_the_bound_of_a_grouping_is_that_of_its_own_stages(seed: int, count: int) -> None:
+    estimates = estimates_of(seed)
+    found = best_groupings(estimates, count)
+    assert found
+    for one in found:
+        same = given_grouping(estimates, count, one.ends, one.devices)
+        assert same is not None and one.bound_seconds == pytest.approx(same.bound_seconds)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([8, 64]))
+def test_no_other_ends_on_the_same_devices_are_much_better(seed: int, count: int) -> None:
+    estimates = estimates_of(seed)
+    best = best_groupings(estimates, count)[0]
+    stages = len(best.ends)
+    others = [
+        given_grouping(estimates, count, (*ends, NUM_LAYERS), best.devices)
+        for ends in itertools.combinations(range(1, NUM_LAYERS), stages - 1)
+    ]
+    assert best.bound_seconds <= 1.02 * min(one.bound_seconds for one in others if one is not None)
+
+
+def test_few_examples_leave_devices_the_same_work() -> None:
+    """A plan of 16 microbatches of 8 examples that cuts these into four: of one example all four devices do all the work."""
+    one, none = np.ones(1), np.zeros(1)
+    costs = LayerCosts(16, one, none, none, none, none, examples=8, pieces=4)
+    assert [costs.repeats(count) for count in (8, 16, 32, 64, 128)] == [1.0, 1.0, 1.0, 2.0, 4.0]
+    assert costs.microbatch_seconds(128)[0] == pytest.approx(costs.microbatch_seconds(32)[0])
+    unknown = LayerCosts(16, one, none, none, none, none)
+    assert unknown.repeats(128) == 1.0
+
+
+def test_what_is_fixed_is_paid_for_every_microbatch() -> None:
+    one, none = np.ones(1), np.zeros(1)
+    costs = LayerCosts(16, 3 * one, 2 * one, none, none, none)
+    assert [float(costs.microbatch_seconds(count)[0]) for count in (8, 16, 32)] == [8.0, 5.0, 3.5]
