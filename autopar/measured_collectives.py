@@ -97,7 +97,7 @@ def _worked(bench: Bench, kind: Collective, group_size: int, elements: int, side
         return compiled
 
     one, all_links = chain(1), chain(WORKED_CHAIN)
-    least, most = bench.timer.typical(lambda: one(x, work), lambda: all_links(x, work))
+    least, most = bench.timer.waiting(lambda: one(x, work), lambda: all_links(x, work))
     return _Worked(least / WORKED_CHAIN, max((most - least) / (WORKED_CHAIN - 1), LEAST_SECONDS))
 
 

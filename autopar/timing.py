@@ -14,7 +14,8 @@ calls are not stopped, a few for long, and the clock tells nothing of any of the
 
     max( least seconds by the clock,  median of its processor seconds / q )
 
-of which the first is that of calls that wait more than they compute, and so are never stopped.
+of which the first is that of calls that wait more than they compute, and so are never stopped.  Only of threads that wait for
+each other the mean of the clock counts: a thread that was stopped keeps the others waiting, and their share of the ration is lost.
 """
 
 from __future__ import annotations
@@ -65,6 +66,10 @@ class Timer:
         """The median seconds of each call; the calls take turns."""
         return [self.of_varying(one) for one in self._runs(calls)]
 
+    def waiting(self, *calls: Callable[[], Any]) -> list[float]:
+        """As :meth:`typical`, of calls whose threads wait for each other."""
+        return [self.of_waiting(one) for one in self._runs(calls)]
+
     def processor_seconds(self, call: Callable[[], Any]) -> float:
         """The median of what all threads of this process compute while a call's result is waited for."""
         return statistics.median(run.processor_seconds for run in self._runs((call,))[0])
@@ -81,6 +86,10 @@ class Timer:
     def of_varying(self, runs: Sequence[Run]) -> float:
         """What stands for the runs of a call that takes now more and now less."""
         return statistics.median(run.seconds for run in runs)
+
+    def of_waiting(self, runs: Sequence[Run]) -> float:
+        """What stands for the runs of a call in which threads wait for each other."""
+        return self.of_varying(runs)
 
     def _runs(self, calls: Sequence[Callable[[], Any]]) -> list[list[Run]]:
         """Every run of each call, after one that warms up; the calls take turns."""
@@ -114,3 +123,7 @@ class RationedTimer(Timer):
     def of_varying(self, runs: Sequence[Run]) -> float:
         """The same."""
         return self.of_many(runs)
+
+    def of_waiting(self, runs: Sequence[Run]) -> float:
+        """The mean."""
+        return statistics.fmean(run.seconds for run in runs)

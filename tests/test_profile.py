@@ -735,6 +735,8 @@ def test_rationed_work_takes_its_processor_time_and_unstopped_work_its_own(monke
     assert rationed.typical(taking(*stopped), taking(*stopped)) == pytest.approx([2.0, 2.0])
     longer = (9.0, 3.0), (3.0, 3.0), (6.0, 3.0)
     assert rationed.difference(taking(*stopped), taking(*longer), extra=2) == pytest.approx(2.0)
+    assert rationed.waiting(taking(*stopped)) == pytest.approx([2.0])  # of threads that wait for one that was stopped
+    assert rationed.waiting(taking((1.0, 0.1), (5.0, 0.1), (3.0, 0.1))) == pytest.approx([3.0])
     # Mostly waiting: nothing was stopped.
     waiting = (3.0, 0.1), (1.0, 0.1), (2.0, 0.1)
     assert rationed.least(taking(*waiting)) == pytest.approx(1.0)

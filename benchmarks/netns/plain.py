@@ -5,6 +5,10 @@ Started once per host, as JAX's own guide to several processes says.  The proces
     data      parameters and optimizer state on every device, the batch cut
     full      every leaf of the state cut along its longest dimension that the devices divide, the batch cut
     links     no model: α and β of all-gathers between hosts, and between the devices of a host
+
+Between hosts α is what a small one of each device takes longer than nothing in a chain of matrix products, as they stand in a
+step: hosts with a ration of processor time are stopped now and then, not all at once, and who communicates waits for the one
+that is.  (Within a host ``autopar profile`` measures collectives so.)
 """
 
 from __future__ import annotations
@@ -24,6 +28,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 SMALL, LARGE = 2**10, 2**22
 """Bytes that one device gives to an all-gather."""
+CHAIN, WORK_SIDE = 17, 384
+"""Links of a chain of products and collectives, and the side of the products' matrices."""
+_EACH = PartitionSpec(("ring", "other"))
+"""A piece on every device; groups that talk to each other lie along the first axis."""
 
 
 def main() -> None:
@@ -50,34 +58,72 @@ def links() -> dict[str, tuple[float, float]]:
     """Seconds of latency and bytes per second, by level."""
     devices = np.array(sorted(jax.devices(), key=lambda one: (one.process_index, one.id)))
     by_host = devices.reshape(jax.process_count(), -1)
+    inside = Mesh(by_host[jax.process_index()].reshape(-1, 1), ("ring", "other"))
+    local_rate = _bytes_per_second(inside)
+    network_rate = _bytes_per_second(Mesh(by_host[:, :1], ("ring", "other")))
     return {
-        "network": _link(Mesh(by_host[:, 0], ("ring",))),
-        "local": _link(Mesh(by_host[jax.process_index()], ("ring",))),
+        "network": (
+            _latency_seconds(_seconds_after_work, Mesh(by_host, ("ring", "other")), network_rate),
+            network_rate,
+        ),
+        "local": (_latency_seconds(partial(_gather_seconds, size=SMALL), inside, local_rate), local_rate),
     }
 
 
-def _link(mesh: Mesh) -> tuple[float, float]:
-    """By the time of a ring: (n − 1) (α + bytes of one / β)."""
-    small, large = (_gather_seconds(mesh, size) / (mesh.size - 1) for size in (SMALL, LARGE))
-    bytes_per_second = (LARGE - SMALL) / (large - small)
-    return max(1e-6, small - SMALL / bytes_per_second), bytes_per_second
+def _bytes_per_second(mesh: Mesh) -> float:
+    """By the time of a ring of n: (n − 1) (α + bytes of one / β)."""
+    little, much = (_gather_seconds(mesh, size) for size in (LARGE // 4, LARGE))
+    return (mesh.shape["ring"] - 1) * (LARGE - LARGE // 4) / (much - little)
+
+
+def _latency_seconds(seconds_of_small: Callable[[Mesh], float], mesh: Mesh, bytes_per_second: float) -> float:
+    return max(seconds_of_small(mesh) / (mesh.shape["ring"] - 1) - SMALL / bytes_per_second, 1e-6)
 
 
 def _gather_seconds(mesh: Mesh, size: int) -> float:
-    sharding = NamedSharding(mesh, PartitionSpec("ring"))
-    count = mesh.size * size // 4
-    given = jax.make_array_from_callback((count,), sharding, lambda index: np.zeros(count, np.float32)[index])
-    gather = jax.jit(
-        jax.shard_map(
-            partial(jax.lax.all_gather, axis_name="ring", tiled=True),
-            mesh=mesh,
-            in_specs=PartitionSpec("ring"),
-            out_specs=PartitionSpec(),
-            check_vma=False,
-        )
+    """Of an all-gather to which each device gives so many bytes."""
+    gather, given = _on_ring(mesh, _gathered), _zeros(mesh, size // 4)
+    return _typical(partial(_waited_for, gather, given), rounds=7 if size > SMALL else 61)
+
+
+def _seconds_after_work(mesh: Mesh) -> float:
+    """Of one small all-gather between products of matrices of :data:`WORK_SIDE`."""
+
+    def chain(gathers: int, value: jax.Array, work: jax.Array) -> jax.Array:
+        weights, found = work, value
+        for number in range(CHAIN):
+            work = (work + found[0]) @ weights
+            found = value + work[0, 0]
+            found = _gathered(found) if number < gathers else found
+        return found[: value.size] + work[0, 0]
+
+    given, work = _zeros(mesh, SMALL // 4), _zeros(mesh, WORK_SIDE, WORK_SIDE)
+    one, all_of_them = (
+        _typical(partial(_waited_for, _on_ring(mesh, partial(chain, gathers)), given, work), rounds=9)
+        for gathers in (1, CHAIN)
     )
-    # Short calls are many: on hosts with a ration of processor time some of them are stopped.
-    return _typical(lambda: jax.block_until_ready(gather(given)), rounds=7 if size == LARGE else 61)
+    return max((all_of_them - one) / (CHAIN - 1), 1e-6)
+
+
+def _waited_for(function: Callable[..., jax.Array], *arguments: jax.Array) -> None:
+    jax.block_until_ready(function(*arguments))
+
+
+def _gathered(value: jax.Array) -> jax.Array:
+    return jax.lax.all_gather(value, "ring", tiled=True)
+
+
+def _zeros(mesh: Mesh, *shape: int) -> jax.Array:
+    """So many on each device."""
+    whole = (mesh.size * shape[0], *shape[1:])
+    return jax.make_array_from_callback(
+        whole, NamedSharding(mesh, _EACH), lambda index: np.zeros(whole, np.float32)[index]
+    )
+
+
+def _on_ring(mesh: Mesh, function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """On the pieces of its arguments; what one device returns."""
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=_EACH, out_specs=_EACH, check_vma=False))
 
 
 def _typical(call: Callable[[], Any], rounds: int) -> float:
