@@ -15,7 +15,7 @@ calls are not stopped, a few for long, and the clock tells nothing of any of the
     max( least seconds by the clock,  median of its processor seconds / q )
 
 of which the first is that of calls that wait more than they compute, and so are never stopped.  Only of threads that wait for
-each other the mean of the clock counts: a thread that was stopped keeps the others waiting, and their share of the ration is lost.
+each other the mean of the clock counts: one that was stopped keeps the others waiting, and what they do not use is lost.
 """
 
 from __future__ import annotations
