@@ -140,7 +140,7 @@ class PiecedHome(ocp.RestoreArgs):
         pieces = cut(value, self.dim, self.ends)
         return PiecedArray(
             [
-                home.put(piece) if isinstance(home, Home) else jax.device_put(piece, home.sharding)
+                home.put(piece) if isinstance(home, Home) else _laid(piece, home.sharding)
                 for home, piece in zip(self.homes, pieces, strict=True)
             ],
             self.dim,
@@ -184,8 +184,10 @@ def _everywhere() -> NamedSharding:
     return NamedSharding(jax.sharding.Mesh(np.array(jax.devices()), ("all",)), PartitionSpec())
 
 
-def _put_with_some(array: jax.Array, sharding: Any) -> jax.Array:
-    """What lies on the devices of all processes, on those of some."""
+def _laid(array: Any, sharding: Any) -> jax.Array:
+    """An array whose value this process has, as it shall lie: in this process, or with some of a world."""
+    if not lies_with_some(sharding):
+        return jax.device_put(array, sharding)
     words, key_impl = as_numpy(array, -1, array.dtype)
     held = _made_of(lambda index: words[index], words.shape, words.dtype, sharding)
     return held if key_impl is None else jax.random.wrap_key_data(held, impl=key_impl)
@@ -322,7 +324,7 @@ def _put(array: jax.Array, arg: Any) -> Any:
     """What was read where the argument wants it."""
     if not _is_ours(arg):
         return array
-    return _put_with_some(array, arg.sharding) if isinstance(arg, ocp.ArrayRestoreArgs) else arg.put(array)
+    return _laid(array, arg.sharding) if isinstance(arg, ocp.ArrayRestoreArgs) else arg.put(array)
 
 
 def _asked(home: Home, stored: StoredArray, away: dict[MeshWorld, list[Any]]) -> RemoteArray:

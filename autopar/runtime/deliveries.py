@@ -25,11 +25,8 @@ from autopar.runtime.one_world import Neighbours
 from autopar.runtime.promises import Promises
 from autopar.runtime.shipment import Entry, Shipments, Wire
 from autopar.runtime.stage_executable import stored_sharding
-from autopar.runtime.transport import Message
 from autopar.schedule.cross_mesh import Placement, cross_mesh_transfer
 from autopar.schedule.instructions import Slot
-
-_ONCE = -1
 
 
 @dataclass(frozen=True)
@@ -41,11 +38,6 @@ class Delivery:
     reader: int
     slot: Slot
     wire: Wire
-
-    @property
-    def message(self) -> Message:
-        """Its name in every step."""
-        return Message(self.wire.number, _ONCE)
 
 
 @dataclass(frozen=True)
@@ -98,16 +90,16 @@ class Deliverer:
         concerned = (*self._outgoing, *self._incoming)
         self._stored_at_home = {one.wire.number: _stored_at_home(one, world) for one in concerned}
         self._transport = world.pulls([one.wire for one in self._outgoing], [one.wire for one in self._incoming])
-        promises.make(self._transport, [one.message for one in self._outgoing])
+        promises.make(self._transport, [one.wire.once for one in self._outgoing])
 
     def __call__(self, step: int, leaves: Sequence[Any]) -> dict[Slot, jax.Array]:
         """Send what is at home in this process; what comes, or will come, for slots of its meshes."""
         self._transport.begin(step)
         for one in self._outgoing:
             if self._is_at_home(one, leaves):
-                self._transport.send(one.message, leaves[one.position])
+                self._transport.send(one.wire.once, leaves[one.position])
         return {
-            one.slot: self._transport.receive(one.message) for one in self._incoming if self._is_at_home(one, leaves)
+            one.slot: self._transport.receive(one.wire.once) for one in self._incoming if self._is_at_home(one, leaves)
         }
 
     def _is_at_home(self, delivery: Delivery, leaves: Sequence[Any]) -> bool:

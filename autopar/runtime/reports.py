@@ -20,13 +20,10 @@ from autopar.runtime.distributed_array import DistributedArray
 from autopar.runtime.one_world import Neighbours
 from autopar.runtime.promises import Promises
 from autopar.runtime.shipment import Shipments, Wire
-from autopar.runtime.transport import Message
 from autopar.schedule.cross_mesh import Placement, cross_mesh_transfer
 
 ONE_DEVICE = Mesh(("data",), (1,))
 """The mesh on which a process gets what is reported to it."""
-
-_ONCE = -1
 
 
 @dataclass(frozen=True)
@@ -37,11 +34,6 @@ class Report:
     source: int
     process: int
     wire: Wire
-
-    @property
-    def message(self) -> Message:
-        """Its name in every step."""
-        return Message(self.wire.number, _ONCE)
 
 
 def reports_of(
@@ -130,11 +122,11 @@ class Reporter:
         self._outgoing = [one for one in reports if one.source in here]
         self._incoming = [one for one in reports if one.process == jax.process_index()]
         self._transport = world.pulls([one.wire for one in self._outgoing], [one.wire for one in self._incoming])
-        promises.make(self._transport, [one.message for one in self._outgoing])
+        promises.make(self._transport, [one.wire.once for one in self._outgoing])
 
     def __call__(self, step: int, outputs: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
         """Send what of ``outputs`` (by position) others want; what comes in their place here, or will."""
         self._transport.begin(step)
         for one in self._outgoing:
-            self._transport.send(one.message, outputs[one.position])
-        return {one.position: self._transport.receive(one.message) for one in self._incoming}
+            self._transport.send(one.wire.once, outputs[one.position])
+        return {one.position: self._transport.receive(one.wire.once) for one in self._incoming}

@@ -34,9 +34,10 @@ from autopar.plan import Layout
 from autopar.runtime.executor import jitted_step
 from autopar.runtime.interpreter import Key
 from autopar.runtime.stage_executable import jitted_move, jitted_part, moves_of, stored_sharding
+from autopar.runtime.transport import Message
 from autopar.schedule.cross_mesh import CrossMeshTransfer
 from autopar.schedule.host_calls import HOST_CALLS
-from autopar.schedule.instructions import Instruction, Part, Run, Send, Slot, Task
+from autopar.schedule.instructions import ONCE, Instruction, Part, Run, Send, Slot, Task
 from autopar.schedule.pipeline import Pipeline
 from autopar.schedule.spmd import SpmdProgram
 
@@ -82,6 +83,11 @@ class Wire:
     transfer: CrossMeshTransfer
     dtype: str
     is_donated: bool = False
+
+    @property
+    def once(self) -> Message:
+        """The message of a wire that carries one in a step."""
+        return Message(self.number, ONCE)
 
 
 @dataclass(frozen=True)
