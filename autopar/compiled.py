@@ -66,6 +66,8 @@ class Compiled:
     def run(self, leaves: list[Any]) -> Any:
         """Run on flat leaves; returns the function's result."""
         started = time.perf_counter()
+        if isinstance(self.executor, DistributedPipelineExecutor):
+            self.executor.refuse_if_failed()  # which is why the state was deleted, if it was
         self._refuse_without_value(leaves)
         leaves = self._apart(leaves)
         for position in self.subject.folded:

@@ -7,6 +7,7 @@ and long work at that of the quota.  The smallest quota of a process's group and
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
@@ -20,6 +21,14 @@ def usable_cores() -> float:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = quota_cores()
     return float(cores) if quota is None else min(float(cores), quota)
+
+
+def threads_of_xla(devices: int) -> int:
+    """For so many devices of XLA:CPU in one process (its variable ``NPROC``).
+
+    With fewer than twice the devices, collectives that are in flight on several of them wait for ever.
+    """
+    return max(4, 2 * devices, math.ceil(usable_cores()))
 
 
 def quota_cores(groups: Path = _GROUPS, own: Path = _OWN) -> float | None:

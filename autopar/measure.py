@@ -27,12 +27,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autopar.bench import CHAIN, SPEC, Bench, spread
 from autopar.cluster import Cluster, Platform
 from autopar.cores import quota_cores
-from autopar.cost_model.collectives import Collective, wire_bytes
 from autopar.errors import ClusterError
-from autopar.measured_collectives import collective_seconds, group_sizes, share_cores, waiting_seconds
+from autopar.measured_collectives import collective_curves, group_sizes, share_cores, waiting_seconds
 from autopar.measured_convolutions import CONVOLUTIONS, Convolution
 from autopar.measured_exchanges import SelfExchange
 from autopar.measured_operations import OPERATIONS, Operation
+from autopar.measured_worlds import Asked, world_curves
 from autopar.profile import (
     SKINNINESS,
     CollectiveCurve,
@@ -47,7 +47,7 @@ from autopar.profile import (
     WaitCurve,
 )
 from autopar.profile_file import machine_name
-from autopar.timing import LEAST_SECONDS, RationedTimer, Timer
+from autopar.timing import LEAST_SECONDS, Timer, timer_of
 
 CALL_ARGUMENTS = 64
 """About as many arrays as an executable of a pipeline is given."""
@@ -145,6 +145,7 @@ def measure(effort: Effort = FULL, say: Callable[[str], None] = lambda message: 
         waits=tuple(measuring.waits()),
         turned_bytes_per_second=measuring.turned_bytes_per_second() if on_cpu else None,
         exchanges=measuring.exchanges() if on_cpu else None,
+        world_collectives=measuring.world_collectives() if on_cpu else (),
     )
 
 
@@ -160,25 +161,23 @@ class Measuring:
 
     def collectives(self) -> Iterator[CollectiveCurve]:
         """Every kind in groups of every divisor of the number of devices."""
-        nearest = self._effort.work_sides[0]
-        for group_size in group_sizes(self._bench):
-            for kind in Collective:
-                samples = {}
-                for full_bytes in self._effort.full_bytes:
-                    self._say(f"{kind.value} of {full_bytes >> 10} KiB among {group_size}")
-                    held = full_bytes // (group_size if kind is Collective.ALL_GATHER else 1)
-                    elements = max(held // 4 // group_size, 1) * group_size
-                    sent = wire_bytes(
-                        kind, 4 * elements * (group_size if kind is Collective.ALL_GATHER else 1), group_size
-                    )
-                    samples[sent] = collective_seconds(self._bench, kind, group_size, elements, nearest)
-                yield CollectiveCurve(kind.value, group_size, _curve(samples))
+        return collective_curves(self._bench, self._effort.full_bytes, self._effort.work_sides[0], self._say)
+
+    def world_collectives(self) -> tuple[CollectiveCurve, ...]:
+        """The same in a world of processes."""
+        effort = self._effort
+        asked = Asked(
+            len(self._bench.devices), effort.full_bytes, effort.work_sides[0], effort.seconds, effort.least_runs
+        )
+        return world_curves(asked, self._say)
 
     def waits(self) -> Iterator[WaitCurve]:
         """What small all-reduces take longer the more work lies before them; of devices that share cores."""
         for group_size in group_sizes(self._bench) if share_cores(self._bench) else ():
             self._say(f"collectives among {group_size} after work")
-            yield WaitCurve(group_size, _curve(waiting_seconds(self._bench, group_size, self._effort.work_sides)))
+            yield WaitCurve(
+                group_size, Curve.through(waiting_seconds(self._bench, group_size, self._effort.work_sides))
+            )
 
     def products(self) -> Iterator[ProductCurve]:
         """Square and skinny products of every dtype, until one takes too long."""
@@ -194,7 +193,7 @@ class Measuring:
                     samples[2.0 * side * side * rows] = seconds
                     if seconds > self._effort.longest_seconds:
                         break
-                yield ProductCurve(dtype, jnp.dtype(dtype).itemsize, shape, _curve(samples))
+                yield ProductCurve(dtype, jnp.dtype(dtype).itemsize, shape, Curve.through(samples))
 
     def convolutions(self) -> Iterator[ConvolutionCurve]:
         """Every family, over images of growing sides, until one takes too long."""
@@ -205,7 +204,7 @@ class Measuring:
                 samples[convolution.flops(side)] = self._convolution_seconds(convolution, side)
                 if samples[convolution.flops(side)] > self._effort.longest_seconds:
                     break
-            yield ConvolutionCurve("float32", convolution.family, _curve(samples))
+            yield ConvolutionCurve("float32", convolution.family, Curve.through(samples))
 
     def elementwise(self, footprint_bytes: int | None = None) -> Curve:
         """``x · a + b``: one array read, one written; with a footprint each trip comes to memory left alone for so many bytes."""
@@ -221,7 +220,7 @@ class Measuring:
             trips = min(max(MOST_LOOPED_BYTES // array_bytes, LEAST_TRIPS), max(MOST_TRIPS, 2 * pieces))
             trip = self._trip_seconds(array_bytes // 4, trips, pieces)
             samples[2.0 * array_bytes] = max(trip - counter, single / KERNELS_OF_A_TRIP)
-        return _curve(samples)
+        return Curve.through(samples)
 
     def fresh(self) -> Fresh:
         """What a call takes longer whose results or scratch are new memory than one that works in that of its arguments."""
@@ -233,7 +232,7 @@ class Measuring:
             self._say(f"new arrays of {array_bytes >> 10} KiB")
             several = min(max(FRESH_BYTES // array_bytes, 1), FRESH_ARRAYS)
             outputs[float(array_bytes)] = self._fresh_seconds(array_bytes // 4, several)
-        return Fresh(_curve(outputs), _curve(scratch))
+        return Fresh(Curve.through(outputs), Curve.through(scratch))
 
     def operations(self) -> Iterator[OperationRate]:
         """Seconds per FLOP of primitives that are no products, over an array that stays in the caches."""
@@ -274,7 +273,7 @@ class Measuring:
         for size_bytes in self._effort.message_bytes:
             self._say(f"messages of {size_bytes >> 10} KiB between processes")
             samples[float(size_bytes)] = ends.seconds(size_bytes)
-        return _curve(samples)
+        return Curve.through(samples)
 
     def dispatch(self) -> Dispatch:
         """A call that does almost nothing, an array of one page from device to device, and products on one device alone."""
@@ -385,13 +384,7 @@ class Measuring:
 def _timer(devices: Sequence[Any], effort: Effort) -> Timer:
     """A ration of processor time says nothing of accelerators, which compute on when the process has spent it."""
     cores = quota_cores() if devices[0].platform == Platform.CPU.value else None
-    if cores is None:
-        return Timer(effort.seconds, effort.least_runs)
-    return RationedTimer(effort.seconds, effort.least_runs, cores)
-
-
-def _curve(samples: dict[float, float]) -> Curve:
-    return Curve(tuple(sorted((float(amount), float(seconds)) for amount, seconds in samples.items())))
+    return timer_of(effort.seconds, effort.least_runs, cores)
 
 
 def _repeated(operation: Operation) -> Callable[[jax.Array, jax.Array], jax.Array]:

@@ -15,7 +15,7 @@ cores took 0.18 ms soon after another, 0.2 ms after 0.3 ms of work, 0.5 ms after
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,9 @@ from jax import lax
 
 from autopar.bench import SPEC, Bench
 from autopar.cluster import Platform
-from autopar.cost_model.collectives import Collective
+from autopar.cost_model.collectives import Collective, wire_bytes
 from autopar.errors import ClusterError
+from autopar.profile import CollectiveCurve, Curve
 from autopar.timing import LEAST_SECONDS
 
 WORKED_CHAIN = 17
@@ -43,6 +44,26 @@ def group_sizes(bench: Bench) -> list[int]:
     """Sizes of equal groups of its devices, more than one in each."""
     count = len(bench.devices)
     return [size for size in range(2, count + 1) if count % size == 0]
+
+
+def collective_curves(
+    bench: Bench, full_bytes: Sequence[int], work_side: int, say: Callable[[str], None]
+) -> Iterator[CollectiveCurve]:
+    """Every kind in groups of every divisor of the number of devices; ``full_bytes`` as the cost model counts them.
+
+    Devices that share cores compute products of matrices of ``work_side`` in between.
+    """
+    for group_size in group_sizes(bench):
+        for kind in Collective:
+            samples = {}
+            for size_bytes in full_bytes:
+                say(f"{kind.value} of {size_bytes >> 10} KiB among {group_size}")
+                held = size_bytes // (group_size if kind is Collective.ALL_GATHER else 1)
+                elements = max(held // 4 // group_size, 1) * group_size
+                full = 4 * elements * (group_size if kind is Collective.ALL_GATHER else 1)
+                seconds = collective_seconds(bench, kind, group_size, elements, work_side)
+                samples[wire_bytes(kind, full, group_size)] = seconds
+            yield CollectiveCurve(kind.value, group_size, Curve.through(samples))
 
 
 def collective_seconds(bench: Bench, kind: Collective, group_size: int, elements: int, work_side: int) -> float:

@@ -10,11 +10,13 @@ A profile holds *curves*: seconds as a function of an amount, all devices of one
     streamed                                 of the same bytes, which nobody has touched since they left the caches
     fresh outputs, scratch                   of the bytes of an array, or of a block, that is allocated for one call
     exchanges                                of the bytes of a message between processes, which either end copies
+    world collectives   as collectives       in a world of several processes, whose devices pass nothing through memory
 
 (a convolution's FLOPs as :mod:`autopar.graph.flops` counts them), the rate at which copies turn arrays, rates of single
 operations (:class:`OperationRate`), and what only several executables show that take turns and run side by side
 (:class:`Dispatch`).  What a profile does not hold is priced without: waits as none, streamed and turned bytes as others, fresh
-memory and exchanges as free, operations and convolutions at the rate of matrix products.
+memory and exchanges as free, collectives of a world as those of one process, operations and convolutions at the rate of matrix
+products.
 
 A curve is made to rise (more work never takes less time) by the nearest rising figures in the sense of least squares
 (isotonic regression; Barlow et al., 1972), so that a point that was measured too high does not raise all beyond it.  It is
@@ -39,10 +41,11 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from scipy.optimize import isotonic_regression
@@ -134,6 +137,11 @@ class Curve:
         object.__setattr__(self, "_seconds", tuple(seconds_rising))
         object.__setattr__(self, "slope", _last_slope(amounts, seconds_rising))
 
+    @classmethod
+    def through(cls, samples: Mapping[float, float]) -> Curve:
+        """Amounts → seconds, in any order."""
+        return cls(tuple(sorted((float(amount), float(seconds)) for amount, seconds in samples.items())))
+
     def at(self, amount: float) -> float:
         """Seconds for an amount of zero or more."""
         amounts, seconds = self._amounts, self._seconds
@@ -149,6 +157,17 @@ class Curve:
         """So many seconds more everywhere."""
         return Curve(tuple((amount, measured + seconds) for amount, measured in self.samples)) if seconds else self
 
+    def at_least(self, seconds: float, seconds_per_unit: float) -> Curve:
+        """No less anywhere than a straight line, from one unit on."""
+        last = self.samples[-1][0]
+        ends = (amount for amount in (1.0, 2 * last, 64 * last) if not self.samples[0][0] <= amount <= last)
+        amounts = sorted((*ends, *(amount for amount, _ in self.samples)))
+        above = [self.at(amount) - seconds - amount * seconds_per_unit for amount in amounts]
+        for number, (here, there) in enumerate(pairwise(above)):
+            if here * there < 0:  # where they cross
+                amounts.append(amounts[number] + (amounts[number + 1] - amounts[number]) * here / (here - there))
+        return Curve.through({amount: max(self.at(amount), seconds + amount * seconds_per_unit) for amount in amounts})
+
     def at_all(self, amounts: np.ndarray) -> np.ndarray:
         """Seconds for many amounts at once."""
         beyond = np.maximum(amounts - self._amounts[-1], 0.0) * self.slope
@@ -161,6 +180,13 @@ def _last_slope(amounts: Sequence[float], seconds: Sequence[float]) -> float:
         if seconds[right] > seconds[right - 1]:
             return (seconds[right] - seconds[right - 1]) / (amounts[right] - amounts[right - 1])
     return seconds[-1] / amounts[-1]
+
+
+class Among(Enum):
+    """Between whose devices collectives pass."""
+
+    DEVICES = "the devices of one process"
+    PROCESSES = "the processes of a world"
 
 
 @dataclass(frozen=True)
@@ -284,6 +310,10 @@ class Profile:
     """Read and written, of a copy whose dimensions lie in another order."""
     exchanges: Curve | None = None
     """Of the processors of a host while all its devices compute, at each end."""
+    world_collectives: tuple[CollectiveCurve, ...] = ()
+    """Between devices of one host whose process is one of several; only where these are carried otherwise."""
+    work_between_seconds: float = 0.0
+    """Between the collectives that are priced; not measured, and in no file."""
 
     def __post_init__(self) -> None:
         rate = self.turned_bytes_per_second
@@ -291,6 +321,7 @@ class Profile:
             raise ClusterError(f"turned_bytes_per_second is {rate!r}; give a finite number above zero")
         _refuse_twice("operations", (one.primitive for one in self.operations))
         _refuse_twice("collectives", ((one.kind, one.group_size) for one in self.collectives))
+        _refuse_twice("world_collectives", ((one.kind, one.group_size) for one in self.world_collectives))
         _refuse_twice("waits", (one.group_size for one in self.waits))
         _refuse_twice("products", ((one.dtype, one.shape.value) for one in self.products))
         _refuse_twice("convolutions", ((one.dtype, one.family.value) for one in self.convolutions))
@@ -302,9 +333,12 @@ class Profile:
         """What of it holds for so many devices of the host while the others work as well: all but larger groups."""
         if num_devices == self.num_devices:
             return self
-        collectives = tuple(one for one in self.collectives if one.group_size <= num_devices)
+        collectives, in_world = (
+            tuple(one for one in curves if one.group_size <= num_devices)
+            for curves in (self.collectives, self.world_collectives)
+        )
         waits = tuple(one for one in self.waits if one.group_size <= num_devices)
-        return replace(self, num_devices=num_devices, collectives=collectives, waits=waits)
+        return replace(self, num_devices=num_devices, collectives=collectives, world_collectives=in_world, waits=waits)
 
     def waiting_seconds(self, group_size: int, work_seconds: float) -> float:
         """What a collective after so much work takes longer; group sizes as for :meth:`collective`.
@@ -319,15 +353,24 @@ class Profile:
 
     def after(self, work_seconds: float) -> Profile:
         """The same for collectives that all stand so much work apart, the waiting in their curves."""
-        raised = (
-            replace(one, curve=one.curve.raised(self.waiting_seconds(one.group_size, work_seconds)))
-            for one in self.collectives
-        )
-        return replace(self, collectives=tuple(raised), waits=()) if self.waits else self
+        return replace(self, work_between_seconds=work_seconds) if self.waits else self
 
-    def collective(self, kind: str, group_size: int) -> Curve | None:
+    def collective(self, kind: str, group_size: int, among: Among = Among.DEVICES) -> Curve | None:
         """The curve over wire bytes for groups of that size, or of the measured size nearest by ring factor."""
-        sizes = {one.group_size: one.curve for one in self.collectives if one.kind == kind}
+        curve = self.soon_collective(kind, group_size, among)
+        if curve is None or not self.work_between_seconds:
+            return curve
+        return curve.raised(self.waiting_seconds(group_size, self.work_between_seconds))
+
+    def soon_collective(self, kind: str, group_size: int, among: Among = Among.DEVICES) -> Curve | None:
+        """The same of a collective that follows another at once.
+
+        Among processes it is that of devices where these pass arrays in the same way.
+        """
+        curves = self.collectives
+        if among is Among.PROCESSES and self.world_collectives:
+            curves = self.world_collectives
+        sizes = {one.group_size: one.curve for one in curves if one.kind == kind}
         if not sizes:
             return None
         return sizes[_nearest(sizes, group_size)]

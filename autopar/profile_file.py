@@ -2,10 +2,10 @@
 
     load(save(profile)) = profile
 
-JSON, ``{"format": "autopar-profile", "version": 5, "profile": {…}}`` with the fields of ``Profile``; a curve is its list of
+JSON, ``{"format": "autopar-profile", "version": 6, "profile": {…}}`` with the fields of ``Profile``; a curve is its list of
 ``[amount, seconds]``, as measured.  Files of version 1 lack ``streamed``, ``fresh`` and ``operations``,
 those of version 2 ``turned_bytes_per_second``, those of version 3 ``convolutions`` and ``waits``, those of version 4
-``exchanges``, and are read without.
+``exchanges``, those of version 5 ``world_collectives``, and are read without.
 Unknown fields, wrong types, NaN, negative numbers and cut files are refused with the file, the place in it, and what to do.
 
 The default place is the user's cache directory, one file for each machine, backend, kind and number of devices.  The
@@ -19,6 +19,7 @@ import functools
 import os
 import platform as host
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -43,8 +44,8 @@ from autopar.profile import (
 )
 
 FILE_FORMAT = "autopar-profile"
-FILE_VERSION = 5
-READABLE_VERSIONS = (1, 2, 3, 4, FILE_VERSION)
+FILE_VERSION = 6
+READABLE_VERSIONS = (1, 2, 3, 4, 5, FILE_VERSION)
 PLACE_VARIABLE = "AUTOPAR_PROFILE"
 NO_PROFILE = "none"
 _ADVICE = "correct it, or measure again with `autopar profile`"
@@ -113,6 +114,7 @@ class _Profile(Struct, forbid_unknown_fields=True, kw_only=True):
     waits: tuple[_Wait, ...] = ()
     turned_bytes_per_second: _Positive | None = None
     exchanges: _Samples | None = None
+    world_collectives: tuple[_Collective, ...] = ()
 
 
 class _File(Struct, forbid_unknown_fields=True):
@@ -167,7 +169,7 @@ def save_profile(profile: Profile, path: str | Path) -> None:
         num_devices=profile.num_devices,
         machine=profile.machine,
         measured_at=profile.measured_at,
-        collectives=tuple(_Collective(one.kind, one.group_size, one.curve.samples) for one in profile.collectives),
+        collectives=_stored(profile.collectives),
         products=tuple(
             _Product(one.dtype, one.itemsize_bytes, one.shape, one.curve.samples) for one in profile.products
         ),
@@ -180,6 +182,7 @@ def save_profile(profile: Profile, path: str | Path) -> None:
         waits=tuple(_Wait(one.group_size, one.curve.samples) for one in profile.waits),
         turned_bytes_per_second=profile.turned_bytes_per_second,
         exchanges=None if profile.exchanges is None else profile.exchanges.samples,
+        world_collectives=_stored(profile.world_collectives),
     )
     data = msgspec.json.encode(_File(FILE_FORMAT, FILE_VERSION, stored))
     try:
@@ -187,6 +190,10 @@ def save_profile(profile: Profile, path: str | Path) -> None:
         write_atomically(path, msgspec.json.format(data, indent=1) + b"\n")
     except OSError as error:
         raise ClusterError(f"cannot write profile {path}: {error.strerror or error}; check the path") from error
+
+
+def _stored(curves: Sequence[CollectiveCurve]) -> tuple[_Collective, ...]:
+    return tuple(_Collective(one.kind, one.group_size, one.curve.samples) for one in curves)
 
 
 def load_profile(path: str | Path) -> Profile:
@@ -224,11 +231,12 @@ def _decode(path: str, data: bytes) -> Profile:
 
 
 def _profile(path: str, stored: _Profile) -> Profile:
-    for number, one in enumerate(stored.collectives):
-        if one.kind not in KINDS:
-            raise ClusterError(
-                f"{path}: $.profile.collectives[{number}].kind is {one.kind!r}, not one of {', '.join(KINDS)}; {_ADVICE}"
-            )
+    for name, curves in (("collectives", stored.collectives), ("world_collectives", stored.world_collectives)):
+        for number, one in enumerate(curves):
+            if one.kind not in KINDS:
+                raise ClusterError(
+                    f"{path}: $.profile.{name}[{number}].kind is {one.kind!r}, not one of {', '.join(KINDS)}; {_ADVICE}"
+                )
     try:
         return Profile(
             jax_version=stored.jax_version,
@@ -237,10 +245,7 @@ def _profile(path: str, stored: _Profile) -> Profile:
             num_devices=stored.num_devices,
             machine=stored.machine,
             measured_at=stored.measured_at,
-            collectives=tuple(
-                CollectiveCurve(one.kind, one.group_size, _curve(f"collectives[{number}].samples", one.samples))
-                for number, one in enumerate(stored.collectives)
-            ),
+            collectives=_collectives("collectives", stored.collectives),
             products=tuple(
                 ProductCurve(
                     one.dtype, one.itemsize_bytes, one.shape, _curve(f"products[{number}].samples", one.samples)
@@ -262,9 +267,17 @@ def _profile(path: str, stored: _Profile) -> Profile:
             ),
             turned_bytes_per_second=stored.turned_bytes_per_second,
             exchanges=None if stored.exchanges is None else _curve("exchanges", stored.exchanges),
+            world_collectives=_collectives("world_collectives", stored.world_collectives),
         )
     except ClusterError as error:
         raise ClusterError(f"{path}: $.profile.{error}") from error
+
+
+def _collectives(place: str, stored: Sequence[_Collective]) -> tuple[CollectiveCurve, ...]:
+    return tuple(
+        CollectiveCurve(one.kind, one.group_size, _curve(f"{place}[{number}].samples", one.samples))
+        for number, one in enumerate(stored)
+    )
 
 
 def _fresh(stored: _Fresh) -> Fresh:

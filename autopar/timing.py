@@ -127,3 +127,8 @@ class RationedTimer(Timer):
     def of_waiting(self, runs: Sequence[Run]) -> float:
         """The mean."""
         return statistics.fmean(run.seconds for run in runs)
+
+
+def timer_of(seconds: float, least_runs: int, cores: float | None) -> Timer:
+    """That of a machine which leaves this process ``cores`` (None: all that there are)."""
+    return Timer(seconds, least_runs) if cores is None else RationedTimer(seconds, least_runs, cores)

@@ -21,7 +21,7 @@ from autopar.cluster import Cluster, Mesh, Platform
 from autopar.cost_model.arrays import Arrays, Form, Node, Tenant, arrays_of
 from autopar.cost_model.collectives import Collective, collective_seconds
 from autopar.cost_model.combine import MOST_COMBINED, combined, joined, led_by
-from autopar.cost_model.hlo import collectives, parse_module
+from autopar.cost_model.hlo import collectives, parse_module, step_seconds
 from autopar.cost_model.predict import collectives_of, run_costs
 from autopar.cost_model.reshard import COMBINED_RESULT_BYTES, reshard_table
 from autopar.graph.build import build_graph
@@ -29,9 +29,11 @@ from autopar.graph.fusion import fuse
 from autopar.graph.merging import Merged
 from autopar.graph.tracing import trace
 from autopar.plan import Layout, Stage, Strategy
+from autopar.profile import Curve, WaitCurve
 from autopar.runtime.executor import Executor
 from autopar.schedule.spmd import lower, output_layouts
 from benchmarks.models import FAMILIES, build
+from tests.test_profile import profile_of
 from tests.toy_runs import eight_slow_devices
 
 pytestmark = pytest.mark.usefixtures("users_fusions")
@@ -242,24 +244,32 @@ def test_what_joins_pays_its_share_of_a_full_set() -> None:
     assert small == pytest.approx(alone * 1024.0 / full, rel=1e-9)
 
 
-def test_a_set_pays_its_latency_once() -> None:
+WAITS = tuple(WaitCurve(size, Curve(((1e-6, 0.25), (1e3, 0.25)))) for size in (2, 4, 8))
+
+
+@pytest.mark.parametrize("waits", [None, (), WAITS], ids=["not measured", "without waits", "with waits"])
+def test_sums_that_xla_cpu_makes_one_pay_one_after_the_other(waits: tuple[WaitCurve, ...] | None) -> None:
+    """Only the first of a set waits for devices that still work."""
     model = build("mlp_nnx", "toy")
-    step = autopar.parallelize(cluster=eight_slow_devices(), method="data_parallel")(model.train_step)
+    profile = None if waits is None else profile_of(waits=waits)
+    cluster = eight_slow_devices().with_profile(profile)
+    step = autopar.parallelize(cluster=cluster, method="data_parallel")(model.train_step)
     compiled = step.compile(model.abstract_state(), model.abstract_batch())
     leaders = led_by(compiled.program, "cpu")
     reduces = [use for use in compiled.plan.prediction.collectives if use.kind == "all-reduce"]
     assert len(leaders) == len(reduces) > 1
+    module = parse_module(compiled.as_text())
     alone = len(set(leaders.values()))
-    assert alone == len(widths(parse_module(compiled.as_text())))
-    cluster, mesh = eight_slow_devices(), compiled.plan.mesh
-
-    def price(size: float) -> float:
-        return collective_seconds(Collective.ALL_REDUCE, size, mesh.axis_names, mesh, cluster)
-
-    apart = sum(price(use.full_bytes) for use in reduces)
-    saved = (len(reduces) - alone) * price(0.0)
-    assert saved > 0
-    assert sum(use.seconds for use in reduces) == pytest.approx(apart - saved)
+    assert len(reduces) > alone == len(widths(module))
+    mesh = compiled.plan.mesh
+    each = sum(
+        collective_seconds(Collective.ALL_REDUCE, use.full_bytes, mesh.axis_names, mesh, cluster) for use in reduces
+    )
+    waited = 0.25 * alone if waits else 0.0
+    assert sum(use.seconds for use in reduces) == pytest.approx(each + waited)
+    if not waits:
+        predicted = compiled.plan.prediction.communication_seconds
+        assert step_seconds(module, cluster).communication_seconds == pytest.approx(predicted)
 
 
 def test_equal_arrays_are_sent_once() -> None:

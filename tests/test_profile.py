@@ -181,13 +181,17 @@ def put(*place: Any) -> Any:
 
 BAD = {
     "format": (put("format", "autopar-cluster"), "format is 'autopar-cluster'"),
-    "version": (put("version", 6), "version is 6, this release reads 1, 2, 3, 4, 5"),
+    "version": (put("version", 7), "version is 7, this release reads 1, 2, 3, 4, 5, 6"),
     "negative": (put("profile", "collectives", 1, "samples", 0, 1, -1e-5), r"collectives\[.*samples"),
     "nan": (put("profile", "elementwise", 0, 1, math.nan), "not complete JSON"),
     "text": (put("profile", "products", 0, "samples", 1, 0, "many"), r"products\[.*samples"),
     "unsorted": (put("profile", "elementwise", 0, 0, 1e9), r"profile\.elementwise: sample 1 has amount"),
     "empty": (put("profile", "elementwise", []), "elementwise"),
     "kind": (put("profile", "collectives", 0, "kind", "gossip"), r"collectives\[0\].kind is 'gossip'"),
+    "kind in a world": (
+        put("profile", "world_collectives", [{"kind": "gossip", "group_size": 2, "samples": [[1.0, 1.0]]}]),
+        r"world_collectives\[0\].kind is 'gossip'",
+    ),
     "shape": (put("profile", "products", 0, "shape", "round"), "shape"),
     "group": (put("profile", "collectives", 0, "group_size", 1), "group_size"),
     "twice": (put("profile", "collectives", 0, "group_size", 4), r"collectives\[1\]: .* is there twice"),
@@ -225,8 +229,18 @@ STREAMED = Curve(((8.0, 1e-7), (1e4, 4e-6), (1e7, 4e-3)))
 RATES = (OperationRate("tanh", 5e-11), OperationRate("sort", 2e-8))
 
 
+OF_VERSION_3, OF_VERSION_4 = ("turned_bytes_per_second",), ("convolutions", "waits")
+OF_LATER_VERSIONS = ("exchanges", "world_collectives")
+
+
 def test_what_later_versions_brought_survives_its_file(tmp_path: Path) -> None:
-    full = profile_of(streamed=STREAMED, fresh=FRESH, operations=RATES, exchanges=Curve(((1e3, 1e-4), (1e6, 1e-3))))
+    full = profile_of(
+        streamed=STREAMED,
+        fresh=FRESH,
+        operations=RATES,
+        exchanges=Curve(((1e3, 1e-4), (1e6, 1e-3))),
+        world_collectives=(CollectiveCurve("all-reduce", 2, CURVE),),
+    )
     save_profile(full, tmp_path / "profile.json")
     assert load_profile(tmp_path / "profile.json") == full
 
@@ -234,10 +248,11 @@ def test_what_later_versions_brought_survives_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "lacks"),
     [
-        (1, ("streamed", "fresh", "operations", "turned_bytes_per_second", "convolutions", "waits", "exchanges")),
-        (2, ("turned_bytes_per_second", "convolutions", "waits", "exchanges")),
-        (3, ("convolutions", "waits", "exchanges")),
-        (4, ("exchanges",)),
+        (1, ("streamed", "fresh", "operations", *OF_VERSION_3, *OF_VERSION_4, *OF_LATER_VERSIONS)),
+        (2, (*OF_VERSION_3, *OF_VERSION_4, *OF_LATER_VERSIONS)),
+        (3, (*OF_VERSION_4, *OF_LATER_VERSIONS)),
+        (4, OF_LATER_VERSIONS),
+        (5, OF_LATER_VERSIONS[1:]),
     ],
 )
 def test_files_of_older_versions_are_read_without_it(version: int, lacks: tuple[str, ...], tmp_path: Path) -> None:
@@ -611,8 +626,7 @@ def test_a_plan_on_measured_prices_agrees_with_its_program(waits: tuple[WaitCurv
     found = autopar.verify_plan(model.train_step, model.abstract_state(), model.abstract_batch(), cluster=cluster)
     assert found.agrees, str(found)
     said = next(figure for figure in found.figures if figure.what == "communication")
-    # What the backend combines is predicted at the rate of large messages, and is one message in the program.
-    assert said.predicted == pytest.approx(said.compiled, rel=0.25)
+    assert said.predicted == pytest.approx(said.compiled, rel=0.02)
 
 
 # ----------------------------------------------------------------------------------------------------------- measuring
@@ -645,6 +659,7 @@ def test_everything_is_measured_on_all_devices() -> None:
     assert [one.group_size for one in profile.waits] == [2, 4, 8]
     assert profile.turned_bytes_per_second is not None and profile.turned_bytes_per_second > 0
     assert "all-reduce of 4 KiB among 2" in said
+    assert {(one.kind, one.group_size) for one in profile.world_collectives} == kinds
     assert Cluster.local(profile=profile).profile is profile
 
 

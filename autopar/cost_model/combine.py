@@ -3,8 +3,8 @@
 XLA combines collectives of one kind over the same groups of devices, with the same reduction and element type.  It goes
 through the program in post-order, from its results back to their operands, and gathers collectives until one depends on
 what is gathered; with that one the next set begins.  A combined collective starts when its last operand is there and
-ends at once, so all its operands and all its results are in memory together, but it pays its latency once.  XLA:GPU lets a set
-grow to so many bytes of results only; what is larger by itself stays alone.
+ends at once, so all its operands and all its results are in memory together (:mod:`autopar.cost_model.collectives` says what it
+pays).  XLA:GPU lets a set grow to so many bytes of results only; what is larger by itself stays alone.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.cluster import Cluster
-from autopar.cost_model.collectives import Collective, group_seconds, permute_seconds
+from autopar.cost_model.collectives import Collective, merged_seconds, permute_seconds
 from autopar.cost_model.hlo_collectives import (
     HloCollective,
     collectives,
@@ -209,9 +209,8 @@ def _seconds_once(collective: HloCollective, cluster: Cluster) -> float:
     by_size: dict[int, list[tuple[int, ...]]] = {}
     for group in collective.groups:
         by_size.setdefault(len(group), []).append(group)
-    return max(
-        group_seconds(collective.kind, collective.full_bytes, tuple(groups), cluster) for groups in by_size.values()
-    )
+    arrays = collective.array_bytes or (collective.full_bytes,)
+    return max(merged_seconds(collective.kind, arrays, tuple(groups), cluster) for groups in by_size.values())
 
 
 def memory_bytes(compiled: Any) -> MemoryBytes:

@@ -4,9 +4,9 @@
                  + what memory costs that is new to the call (as measured, where a profile says so)
                  + copies between devices and their hosts (:mod:`autopar.cost_model.hosted`)
 
-Collectives that the backend combines (:mod:`autopar.cost_model.combine`) pay their latency once.  Where devices share cores,
-a profile says how long a collective waits for the last of its group, by the work since the collective before.  Nothing
-overlaps in this sum: inside one executable on CPU nothing does, and elsewhere it is an upper bound.
+Collectives that the backend combines (:mod:`autopar.cost_model.combine`) pay what they add to those before them.  Where devices
+share cores, a profile says how long a collective waits for the last of its group, by the work since the collective before.
+Nothing overlaps in this sum: inside one executable on CPU nothing does, and elsewhere it is an upper bound.
 """
 
 from __future__ import annotations

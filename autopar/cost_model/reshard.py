@@ -49,13 +49,13 @@ def move_seconds(
 ) -> float:
     """Seconds on the links of one move of an array of ``array_bytes`` (whole) that lies in ``layout`` before it.
 
-    One that ``joins`` others in a collective of the backend's making costs its bytes at the rate of large messages only.
+    One that ``joins`` others in a collective of the backend's making costs what it adds to that.
     """
     if (kind := COLLECTIVE_OF_MOVE.get(move.kind)) is None:
         return 0.0
     group_size, cost = axes_cost(kind, move.axes, mesh, cluster)
     sent = wire_bytes(kind, collective_bytes(move, layout, array_bytes, mesh), group_size)
-    return sent * cost.seconds_per_wire_byte if joins else cost.seconds(sent)
+    return cost.joined_seconds(sent) if joins else cost.seconds(sent)
 
 
 @dataclass(frozen=True)
@@ -188,8 +188,8 @@ def reshard_table(
 ) -> ReshardTable:
     """The table of the class that ``shape`` belongs to; ``turns_before`` as in :class:`Order`.
 
-    Collectives that the backend makes one with others (:func:`merging`) cost no latency of their own, but where sets are limited
-    (:data:`COMBINED_RESULT_BYTES`) their share of a full set's.
+    Collectives that the backend makes one with others (:func:`merging`) cost what they add to these, and where sets are limited
+    (:data:`COMBINED_RESULT_BYTES`) their share of a full set's latency.
     """
     order = order_of(shape, turns_before)
     return _table(representative(shape, mesh), order, mesh, cluster, merging(merged, cluster.device.platform))
@@ -212,11 +212,13 @@ def _table(
     arc_latency = np.zeros((count, count))
     arc_per_byte = np.zeros((count, count))
     for (source, target), move in ways.arcs.items():
-        alone = move_seconds(move, ways.layouts[source], 0.0, mesh, cluster)
-        large = move_seconds(move, ways.layouts[source], 1e9, mesh, cluster)
+        joins = COLLECTIVE_OF_MOVE.get(move.kind) in joining
+        small, large = (
+            move_seconds(move, ways.layouts[source], size, mesh, cluster, joins=joins) for size in (0.0, 1e9)
+        )
+        arc_latency[source, target] = small
         copied = copy_seconds(move, ways.layouts[source], 1.0, mesh, cluster, order)
-        arc_latency[source, target] = 0.0 if COLLECTIVE_OF_MOVE.get(move.kind) in joining else alone
-        arc_per_byte[source, target] = (large - alone) / 1e9 + copied
+        arc_per_byte[source, target] = (large - small) / 1e9 + copied
     latency = np.zeros((count, count))
     per_byte = np.zeros((count, count))
     for previous, here, under_way in _backwards(ways):
@@ -251,8 +253,10 @@ def _leg_table(ways: Ways, order: Order, mesh: Mesh, cluster: Cluster, joining: 
                 _share_of_set(move, ways.layouts[source], mesh, limit_bytes),
             )
             entry = (0.0, share * cost.seconds_per_wire_byte + copied, latency, filled)
+        elif kind in joining and cost.joined_curve is not None:
+            entry = (0.0, copied, cost.joined_curve, share)
         elif kind in joining:
-            entry = (0.0, share * cost.seconds_per_wire_byte + copied, None, 0.0)
+            entry = (cost.joined_latency_seconds, share * cost.seconds_per_wire_byte + copied, None, 0.0)
         elif cost.curve is None:
             entry = (cost.latency_seconds, share * cost.seconds_per_wire_byte + copied, None, 0.0)
         else:

@@ -1,6 +1,6 @@
 """Of which values can collectives become one with those of other values?
 
-XLA combines collectives of one kind over the same devices that do not wait for each other; these pay their latency together.
+XLA combines collectives of one kind over the same devices that do not wait for each other; on GPUs these pay one latency.
 A step has three families of values whose collectives do not wait for each other, however many there are:
 
 * gradients on their way into the update (:mod:`autopar.graph.gradients`): their sums;

@@ -145,14 +145,18 @@ class DistributedPipelineExecutor:
 
         Raises what fails here, and ``WorkerError`` when a step before it has failed here or elsewhere.
         """
-        if self._failure is not None:
-            raise WorkerError(
-                "an earlier step has failed, here or in another process, and its state is lost; start all processes again"
-            ) from self._failure
+        self.refuse_if_failed()
         self._promises.step += 1
         self._attendance.come_to(self._promises.step)
         with self._for_good(), jax.disable_jit(False):  # which would ask for functions, to run them in Python
             return self._dispatched(leaves)
+
+    def refuse_if_failed(self) -> None:
+        """Raises ``WorkerError`` when a step has failed here or elsewhere."""
+        if self._failure is not None:
+            raise WorkerError(
+                "an earlier step has failed, here or in another process, and its state is lost; start all processes again"
+            ) from self._failure
 
     def wait(self, results: Sequence[Any]) -> None:
         """Wait until this process's part of all steps is done, and what they report is here.  Raises ``WorkerError``."""

@@ -224,7 +224,7 @@ class MeshWorld:
         self._group = placement_group(nodes, len(self._by_rank[0]), backend)
         names = [f"{self.name}, host {host + 1} ({node.address})" for host, node in zip(by_host, nodes, strict=True)]
         self.host_names = names
-        environment = environment_of(backend, len(self._by_rank[0]))
+        environment = environment_of(backend)
         identity = f"{fleet.run}.{next(fleet.numbers)}"
         self.actors = [
             start_actor((f"{identity}.{rank}", name), self._group, rank, len(self._by_rank[0]), backend, environment)

@@ -102,7 +102,7 @@ def start_actor(
     return remote(concurrency_groups={CONTROL: 1, ASIDE: 1})(MeshHost).options(**options).remote(names[1])
 
 
-def environment_of(backend: Platform, devices: int) -> dict[str, str]:
+def environment_of(backend: Platform) -> dict[str, str]:
     """The environment in which a process imports JAX."""
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICE_COUNT)]
     environment = {
@@ -115,8 +115,6 @@ def environment_of(backend: Platform, devices: int) -> dict[str, str]:
     }
     if backend is Platform.CPU:
         environment["JAX_PLATFORMS"] = "cpu"
-        # Fewer threads than twice the devices, and collectives that are in flight on several of them wait for ever.
-        environment["NPROC"] = str(max(4, 2 * devices, os.cpu_count() or 1))
     elif backend is Platform.CUDA:
         # A kernel that is loaded at its first launch may wait for all of the device, and so for a message of another mesh.
         environment["CUDA_MODULE_LOADING"] = os.environ.get("CUDA_MODULE_LOADING", "EAGER")
