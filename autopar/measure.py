@@ -94,6 +94,8 @@ class Effort:
     """Of a float32 matrix that is copied into another order."""
     message_bytes: tuple[int, ...] = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23)
     """Of messages between processes."""
+    world_bytes: tuple[int, ...] = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
+    """Of collectives in a world of processes; larger ones take long, and go on at the same rate."""
 
 
 FULL = Effort(
@@ -111,6 +113,7 @@ QUICK = Effort(
     array_bytes=tuple(1 << power for power in (12, 16, 20, 23)),
     fresh_bytes=(1 << 16, *(size << 20 for size in (1, 4, 31, 33, 64))),
     seconds=0.1,
+    world_bytes=(1 << 12, 1 << 16, 1 << 20),
 )
 
 
@@ -395,6 +398,8 @@ def profile_rows(profile: Profile) -> Iterable[tuple[str, str, str]]:
     """(what, seconds of the smallest, rate of the largest) for a table of a profile's curves."""
     for one in profile.collectives:
         yield f"{one.kind} among {one.group_size}", *_ends(one.curve, "B/s")
+    for one in profile.world_collectives:
+        yield f"{one.kind} among {one.group_size}, between processes", *_ends(one.curve, "B/s")
     for product in profile.products:
         yield f"{product.shape.value} products, {product.dtype}", *_ends(product.curve, "FLOP/s")
     yield "elementwise kernels", *_ends(profile.elementwise, "B/s")

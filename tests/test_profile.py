@@ -638,6 +638,7 @@ def test_everything_is_measured_on_all_devices() -> None:
         full_bytes=(1 << 12, 1 << 16), sides=(16, 32), dtypes=("float32",), array_bytes=(1 << 12, 1 << 20),
         fresh_bytes=(1 << 16, 1 << 20), seconds=0.0, least_runs=2, streamed_bytes=1 << 21, operations=OPERATIONS[:1],
         turned_shape=(32, 64), convolutions=CONVOLUTIONS[:2], image_sides=(4, 8), work_sides=(8, 32),
+        world_bytes=(1 << 12,),
     )  # fmt: skip
     said: list[str] = []
     profile = measure(effort, said.append)
