@@ -24,7 +24,7 @@ from autopar.intra_op.bound import lower_bound
 from autopar.intra_op.choices import edge_seconds
 from autopar.intra_op.model import MemoryRow, Model
 from autopar.intra_op.problem import LoopLink, OperatorNode, Port, Problem, ValueNode, loop_links
-from autopar.intra_op.search import Found, Ground, OnMesh, Task, memory_rows
+from autopar.intra_op.search import Found, Ground, OnMesh, Task
 
 PRICES = (1 / 4, 1 / 16, 1.0, 0.0)
 """Prices λ, in shares of what the plan found costs, at which a smaller number of microbatches is bounded."""
@@ -46,10 +46,10 @@ class Rescaling:
         rows = values_with_rows(self.loop)
         model = self._model(one, rows, ratio)
         moments = self.ground.moments(self.task.donated)
-        used = [row.used(found.options) for row in memory_rows(one, moments)]
+        used = [row.used(found.options) for row in one.rows_of(moments)]
         fullest = max(range(len(used)), key=used.__getitem__)
         held = {value: size / ratio if value in rows else size for value, size in moments[fullest].items()}
-        (row,) = memory_rows(one, [held])
+        (row,) = one.rows_of([held])
         over = max(0.0, used[fullest] - found.prediction.memory.total_bytes)
         limit = self.task.budget_bytes + over
         bound = -float("inf")

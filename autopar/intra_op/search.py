@@ -34,13 +34,13 @@ from autopar.intra_op.alike import Quotient, merge_alike
 from autopar.intra_op.bound import Bound, likeliest, lower_bound
 from autopar.intra_op.choices import Choices, choices_on
 from autopar.intra_op.extract import stage_of
+from autopar.intra_op.held import byte_model, memory_rows, shares_held
 from autopar.intra_op.ilp import solve
-from autopar.intra_op.model import MemoryRow, Model, Pair, Solution
-from autopar.intra_op.problem import Problem, ValueNode, state_problem
+from autopar.intra_op.model import MemoryRow, Model, Solution
+from autopar.intra_op.problem import Problem, state_problem
 from autopar.intra_op.restrict import Restriction, demand_keys
 from autopar.intra_op.squeeze import solve_squeezed
-from autopar.plan import Layout, Memory, Prediction, SolverReport, Stage
-from autopar.schedule.reshard import shares
+from autopar.plan import Memory, Prediction, SolverReport, Stage
 from autopar.schedule.spmd import Hosted, SpmdProgram, hosted_ends, lower, output_layouts
 from autopar.wording import bytes_text
 
@@ -290,7 +290,7 @@ def _worth_a_look(on_mesh: OnMesh, bound: Bound, *, lean: bool) -> list[np.ndarr
     kept = [likeliest(regrets, KEPT_OPTIONS) for regrets in bound.regrets]
     if lean:
         for number, regrets in enumerate(bound.regrets):
-            held = _fractions(on_mesh.problem, on_mesh.quotient, on_mesh.choices, number)
+            held = shares_held(on_mesh.problem, on_mesh.quotient, on_mesh.choices, number)
             if held.any():
                 kept[number] = np.union1d(kept[number], np.lexsort((regrets, held))[:LEAN_OPTIONS])
     return kept
@@ -409,7 +409,11 @@ class OnMesh:
         moments = self.ground.moments(self.task.donated)
         if elsewhere := self.task.hosted_values:
             moments = [{value: size for value, size in row.items() if value not in elsewhere} for row in moments]
-        return memory_rows(self, moments)
+        return self.rows_of(moments)
+
+    def rows_of(self, moments: Sequence[Mapping[int, float]]) -> list[MemoryRow]:
+        """The same for moments of which the whole bytes of every live value are given."""
+        return memory_rows(self.problem, self.quotient, self.choices, moments, self.task.budget_bytes)
 
     def lay_out(self, solution: Solution) -> LaidOut:
         """Lower a solution and predict its memory."""
@@ -469,7 +473,7 @@ def _within_budget(on_mesh: OnMesh, optimum: Solution) -> tuple[Found, float]:
 
 def _leanest(on_mesh: OnMesh) -> LaidOut | None:
     """The plan of the fewest bytes, whatever it costs."""
-    lean = solve(_byte_model(on_mesh.model, on_mesh.rows), time_limit_seconds=on_mesh.task.solver_seconds)
+    lean = solve(byte_model(on_mesh.model, on_mesh.rows), time_limit_seconds=on_mesh.task.solver_seconds)
     return None if lean is None else on_mesh.lay_out(lean)
 
 
@@ -520,67 +524,3 @@ def called_after_batch(on_mesh: OnMesh, stage: Stage) -> Choices:
     if not cutting or "data" in cutting:
         return on_mesh.choices
     return on_mesh.choices.renamed({"data": cutting[0], cutting[0]: "data"})
-
-
-def _byte_model(model: Model, rows: Sequence[MemoryRow]) -> Model:
-    """The same choices priced by bytes (the sum over the critical moments) instead of seconds."""
-    nodes = [np.where(np.isfinite(costs), 0.0, np.inf) for costs in model.nodes]
-    edges = {pair: np.where(np.isfinite(costs), 0.0, np.inf) for pair, costs in model.edges.items()}
-    for row in rows:
-        for node, held in row.nodes.items():
-            nodes[node] = nodes[node] + held
-        for pair, held in row.edges.items():
-            edges[pair] = edges[pair] + held
-    return Model(nodes, edges)
-
-
-def memory_rows(one: OnMesh, moments: Sequence[Mapping[int, float]]) -> list[MemoryRow]:
-    """A row for each moment, of which the whole bytes of every live value are given; copies only where they differ."""
-    problem, quotient, choices = one.problem, one.quotient, one.choices
-    fractions = [_fractions(problem, quotient, choices, number) for number in range(len(quotient.members))]
-    copied = {pair: _copy_bytes(choices, *pair) for pair in _copy_pairs(problem, quotient)}
-    rows = []
-    for moment in moments:
-        homes: defaultdict[int, float] = defaultdict(float)
-        copies: defaultdict[Pair, float] = defaultdict(float)
-        for value, whole_bytes in moment.items():
-            if (index := problem.node_of_value.get(value)) is None:
-                continue
-            home = quotient.class_of[index]
-            homes[home] += whole_bytes
-            if (copy_index := problem.copy_of_value.get(value)) is not None:
-                copies[home, quotient.class_of[copy_index]] += whole_bytes
-        nodes = {home: whole_bytes * fractions[home] for home, whole_bytes in homes.items()}
-        edges: dict[Pair, np.ndarray] = {}
-        for (home, copy), whole_bytes in copies.items():
-            pair = (min(home, copy), max(home, copy))
-            if pair in choices.edge_seconds:
-                held = copied[home, copy] * whole_bytes
-                edges[pair] = edges.get(pair, 0.0) + (held if home < copy else held.T)
-        rows.append(MemoryRow(nodes, edges, one.task.budget_bytes))
-    return rows
-
-
-def _copy_pairs(problem: Problem, quotient: Quotient) -> set[Pair]:
-    """Classes of values and of their copies."""
-    return {
-        (quotient.class_of[problem.node_of_value[value]], quotient.class_of[copy])
-        for value, copy in problem.copy_of_value.items()
-    }
-
-
-def _fractions(problem: Problem, quotient: Quotient, choices: Choices, number: int) -> np.ndarray:
-    if not isinstance(problem.nodes[quotient.members[number][0]], ValueNode):
-        return np.zeros(len(choices.options[number]))
-    return np.array([1 / shares(o, choices.mesh) for o in choices.options[number] if isinstance(o, Layout)])
-
-
-def _copy_bytes(choices: Choices, home: int, copy: int) -> np.ndarray:
-    """Share of the array that a copy adds, by (home's option, copy's option): nothing where both agree."""
-    held = [1 / shares(one, choices.mesh) if isinstance(one, Layout) else 0.0 for one in choices.options[copy]]
-    table = np.tile(np.array(held), (len(choices.options[home]), 1))
-    place = {one: number for number, one in enumerate(choices.options[home])}
-    for number, one in enumerate(choices.options[copy]):
-        if one in place:
-            table[place[one], number] = 0.0
-    return table

@@ -1,0 +1,93 @@
+"""How many bytes does every choice hold, at the moments when a step holds most?
+
+At a moment m the values that live hold, in the layouts that are chosen, on one device
+
+    Σ bytes of a value · share of it in its layout  +  Σ bytes of a copy · share of it, where it lies otherwise than its value
+
+which is one row of a model (:class:`autopar.intra_op.model.MemoryRow`): shares are the same for all options of a class, so a row
+holds a vector for each class of homes and a matrix for each pair of homes and copies.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from autopar.intra_op.alike import Quotient
+from autopar.intra_op.choices import Choices
+from autopar.intra_op.model import MemoryRow, Model, Pair
+from autopar.intra_op.problem import Problem, ValueNode
+from autopar.plan import Layout
+from autopar.schedule.reshard import shares
+
+
+def byte_model(model: Model, rows: Sequence[MemoryRow]) -> Model:
+    """The same choices priced by bytes (the sum over the critical moments) instead of seconds."""
+    nodes = [np.where(np.isfinite(costs), 0.0, np.inf) for costs in model.nodes]
+    edges = {pair: np.where(np.isfinite(costs), 0.0, np.inf) for pair, costs in model.edges.items()}
+    for row in rows:
+        for node, held in row.nodes.items():
+            nodes[node] = nodes[node] + held
+        for pair, held in row.edges.items():
+            edges[pair] = edges[pair] + held
+    return Model(nodes, edges)
+
+
+def memory_rows(
+    problem: Problem,
+    quotient: Quotient,
+    choices: Choices,
+    moments: Sequence[Mapping[int, float]],
+    budget_bytes: float,
+) -> list[MemoryRow]:
+    """A row for each moment, of which the whole bytes of every live value are given; copies only where they differ."""
+    fractions = [shares_held(problem, quotient, choices, number) for number in range(len(quotient.members))]
+    copied = {pair: _copy_bytes(choices, *pair) for pair in _copy_pairs(problem, quotient)}
+    rows = []
+    for moment in moments:
+        homes: defaultdict[int, float] = defaultdict(float)
+        copies: defaultdict[Pair, float] = defaultdict(float)
+        for value, whole_bytes in moment.items():
+            if (index := problem.node_of_value.get(value)) is None:
+                continue
+            home = quotient.class_of[index]
+            homes[home] += whole_bytes
+            if (copy_index := problem.copy_of_value.get(value)) is not None:
+                copies[home, quotient.class_of[copy_index]] += whole_bytes
+        nodes = {home: whole_bytes * fractions[home] for home, whole_bytes in homes.items()}
+        edges: dict[Pair, np.ndarray] = {}
+        for (home, copy), whole_bytes in copies.items():
+            pair = (min(home, copy), max(home, copy))
+            if pair in choices.edge_seconds:
+                held = copied[home, copy] * whole_bytes
+                edges[pair] = edges.get(pair, 0.0) + (held if home < copy else held.T)
+        rows.append(MemoryRow(nodes, edges, budget_bytes))
+    return rows
+
+
+def _copy_pairs(problem: Problem, quotient: Quotient) -> set[Pair]:
+    """Classes of values and of their copies."""
+    return {
+        (quotient.class_of[problem.node_of_value[value]], quotient.class_of[copy])
+        for value, copy in problem.copy_of_value.items()
+    }
+
+
+def shares_held(problem: Problem, quotient: Quotient, choices: Choices, number: int) -> np.ndarray:
+    """Of an array, by the option of its class; none of what is no array."""
+    if not isinstance(problem.nodes[quotient.members[number][0]], ValueNode):
+        return np.zeros(len(choices.options[number]))
+    return np.array([1 / shares(o, choices.mesh) for o in choices.options[number] if isinstance(o, Layout)])
+
+
+def _copy_bytes(choices: Choices, home: int, copy: int) -> np.ndarray:
+    """Share of the array that a copy adds, by (home's option, copy's option): nothing where both agree."""
+    held = [1 / shares(one, choices.mesh) if isinstance(one, Layout) else 0.0 for one in choices.options[copy]]
+    table = np.tile(np.array(held), (len(choices.options[home]), 1))
+    place = {one: number for number, one in enumerate(choices.options[home])}
+    for number, one in enumerate(choices.options[copy]):
+        if one in place:
+            table[place[one], number] = 0.0
+    return table
