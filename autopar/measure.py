@@ -170,7 +170,7 @@ class Measuring:
         """The same in a world of processes."""
         effort = self._effort
         asked = Asked(
-            len(self._bench.devices), effort.full_bytes, effort.work_sides[0], effort.seconds, effort.least_runs
+            len(self._bench.devices), effort.world_bytes, effort.work_sides[0], effort.seconds, effort.least_runs
         )
         return world_curves(asked, self._say)
 
