@@ -36,6 +36,10 @@ _MTU_BYTES = 1500
 _BURST_SECONDS = 1e-3
 _LEAST_BURST_BYTES = 65536  # a packet before it is cut into frames
 _QUEUE = "50ms"
+# What Linux and its clusters use unless told otherwise, and this machine may not.
+_CUBIC = (
+    "cd /proc/sys/net/ipv4; ! grep -qw cubic tcp_available_congestion_control || echo cubic > tcp_congestion_control"
+)
 _NAMES = "autopar"
 _MADE = re.compile(_NAMES + r"(?P<owner>\d+)(h\d+|sw)")
 _DYING_SECONDS = 5.0
@@ -245,6 +249,7 @@ class Hosts:
             _call("ip", "-n", name, "link", "set", "eth0", "mtu", str(_MTU_BYTES), "up")
             # It leads nowhere: programs find their own address by asking which one they would reach the internet from.
             _call("ip", "-n", name, "route", "add", "default", "dev", "eth0", "src", self.address(host))
+            _call("ip", "netns", "exec", name, "sh", "-c", _CUBIC)
             self.set_rate(host, self.network.mbit_per_second)
 
 
