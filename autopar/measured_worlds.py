@@ -22,10 +22,11 @@ import jax
 import msgspec
 
 from autopar.bench import Bench
+from autopar.cluster import Platform
 from autopar.cores import quota_cores, threads_of_xla
 from autopar.measured_collectives import collective_curves
 from autopar.profile import CollectiveCurve, Curve, Samples
-from autopar.runtime.processes import free_port
+from autopar.runtime.processes import environment_of, free_port
 from autopar.timing import timer_of
 
 SILENT_SECONDS = 120.0
@@ -43,51 +44,56 @@ class Asked(msgspec.Struct, frozen=True):
     least_runs: int
 
 
-class _Told(msgspec.Struct, frozen=True):
-    """A line of the other process: what it measures now, or a curve."""
+class _Now(msgspec.Struct, frozen=True, tag=True):
+    """A line of the other process: what it measures now."""
 
-    now: str = ""
-    kind: str = ""
-    group_size: int = 0
-    samples: Samples = ()
+    what: str
+
+
+class _Measured(msgspec.Struct, frozen=True, tag=True):
+    """A line of the other process: a curve."""
+
+    kind: str
+    group_size: int
+    samples: Samples
 
 
 def world_curves(asked: Asked, say: Callable[[str], None]) -> tuple[CollectiveCurve, ...]:
     """Curves of every kind and group size; none where no world can be formed here, of which ``say`` is told as well."""
     if asked.num_devices < 2:
         return ()
-    found = []
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "",
-        "NPROC": str(threads_of_xla(asked.num_devices)),
-    }
+    found: tuple[CollectiveCurve, ...] = ()
+    threads = {"NPROC": str(threads_of_xla(asked.num_devices))}
     with subprocess.Popen(
         [sys.executable, "-m", __name__, msgspec.json.encode(asked).decode()],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env=environment,
+        env={**os.environ, **environment_of(Platform.CPU), **threads},
     ) as process:
+        assert process.stdout is not None
         try:
-            assert process.stdout is not None
-            for line in _lines(process.stdout):
-                if not line.startswith(b"{"):  # gloo says who is connected
-                    continue
-                told = msgspec.json.decode(line, type=_Told)
-                if told.now:
-                    say(f"between processes, {told.now}")
-                else:
-                    found.append(CollectiveCurve(told.kind, told.group_size, Curve(told.samples)))
-        except TimeoutError:
-            process.kill()
+            found = tuple(_curves(process.stdout, say))
+            process.wait(SILENT_SECONDS)
+        except (TimeoutError, subprocess.TimeoutExpired):
+            pass
         finally:
-            if process.poll() is None and sys.exc_info()[0] is not None:
-                process.kill()  # who measures was interrupted
+            process.kill()  # if it goes on, because it is late or who measures was interrupted
     if process.returncode:
         say("collectives between processes could not be measured")
         return ()
-    return tuple(found)
+    return found
+
+
+def _curves(stream: IO[bytes], say: Callable[[str], None]) -> Iterator[CollectiveCurve]:
+    for line in _lines(stream):
+        if not line.startswith(b"{"):  # gloo says who is connected
+            continue
+        match msgspec.json.decode(line, type=_Now | _Measured):
+            case _Now(what):
+                say(f"between processes, {what}")
+            case _Measured(kind, group_size, samples):
+                yield CollectiveCurve(kind, group_size, Curve(samples))
 
 
 def _lines(stream: IO[bytes]) -> Iterator[bytes]:
@@ -118,12 +124,12 @@ def main() -> None:
     address = f"{_HOST}:{free_port(_HOST)}"
     jax.distributed.initialize(address, 1, 0, coordinator_bind_address=address)
     bench = Bench(jax.devices(), timer_of(asked.seconds, asked.least_runs, quota_cores()))
-    curves = collective_curves(bench, asked.full_bytes, asked.work_side, lambda now: _tell(_Told(now=now)))
+    curves = collective_curves(bench, asked.full_bytes, asked.work_side, lambda what: _tell(_Now(what)))
     for one in curves:
-        _tell(_Told(kind=one.kind, group_size=one.group_size, samples=one.curve.samples))
+        _tell(_Measured(one.kind, one.group_size, one.curve.samples))
 
 
-def _tell(told: _Told) -> None:
+def _tell(told: _Now | _Measured) -> None:
     sys.stdout.buffer.write(msgspec.json.encode(told) + b"\n")
     sys.stdout.flush()
 

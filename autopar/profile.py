@@ -182,13 +182,6 @@ def _last_slope(amounts: Sequence[float], seconds: Sequence[float]) -> float:
     return seconds[-1] / amounts[-1]
 
 
-class Among(Enum):
-    """Between whose devices collectives pass."""
-
-    DEVICES = "the devices of one process"
-    PROCESSES = "the processes of a world"
-
-
 @dataclass(frozen=True)
 class CollectiveCurve:
     """One kind of collective (a value of :class:`autopar.cost_model.collectives.Collective`) in groups of one size."""
@@ -355,22 +348,21 @@ class Profile:
         """The same for collectives that all stand so much work apart, the waiting in their curves."""
         return replace(self, work_between_seconds=work_seconds) if self.waits else self
 
-    def collective(self, kind: str, group_size: int, among: Among = Among.DEVICES) -> Curve | None:
+    @cached_property
+    def in_world(self) -> Profile:
+        """The same for processes of a world; itself where their collectives are those of devices of one process."""
+        return replace(self, collectives=self.world_collectives) if self.world_collectives else self
+
+    def collective(self, kind: str, group_size: int) -> Curve | None:
         """The curve over wire bytes for groups of that size, or of the measured size nearest by ring factor."""
-        curve = self.soon_collective(kind, group_size, among)
+        curve = self.soon_collective(kind, group_size)
         if curve is None or not self.work_between_seconds:
             return curve
         return curve.raised(self.waiting_seconds(group_size, self.work_between_seconds))
 
-    def soon_collective(self, kind: str, group_size: int, among: Among = Among.DEVICES) -> Curve | None:
-        """The same of a collective that follows another at once.
-
-        Among processes it is that of devices where these pass arrays in the same way.
-        """
-        curves = self.collectives
-        if among is Among.PROCESSES and self.world_collectives:
-            curves = self.world_collectives
-        sizes = {one.group_size: one.curve for one in curves if one.kind == kind}
+    def soon_collective(self, kind: str, group_size: int) -> Curve | None:
+        """The same of a collective that follows another at once."""
+        sizes = {one.group_size: one.curve for one in self.collectives if one.kind == kind}
         if not sizes:
             return None
         return sizes[_nearest(sizes, group_size)]

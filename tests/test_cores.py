@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cores import quota_cores, usable_cores
+from autopar.cores import quota_cores, threads_of_xla, usable_cores
 from benchmarks.netns.cores import why_no_quota
 from benchmarks.netns.hosts import Hosts, Network, why_not
 
@@ -79,3 +79,9 @@ def test_an_emulated_host_computes_on_its_cores_and_knows_them(tmp_path: Path) -
         groups = [quota.folder for quota in hosts.groups()]
         assert all(group.exists() for group in groups)
     assert not any(group.exists() for group in groups)
+
+
+def test_xla_has_threads_for_collectives_on_all_devices_and_for_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, wanted in ((0.4, [4, 4, 16]), (6.5, [7, 7, 16])):
+        monkeypatch.setattr("autopar.cores.usable_cores", lambda cores=cores: cores)
+        assert [threads_of_xla(devices) for devices in (1, 2, 8)] == wanted

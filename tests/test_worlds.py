@@ -9,7 +9,7 @@ import pytest
 from autopar.cluster import Cluster, Link
 from autopar.cost_model.collectives import Collective, group_seconds, permute_seconds, wire_bytes
 from autopar.measured_worlds import Asked, world_curves
-from autopar.profile import Among, CollectiveCurve, Curve
+from autopar.profile import CollectiveCurve, Curve
 from tests.test_profile import profile_of
 
 SLOWER = 20.0
@@ -48,7 +48,7 @@ def test_across_hosts_they_take_what_links_or_processors_take_whichever_is_more(
     for rate in (1e6, 1e12):  # the links decide, and the processors
         cluster = hosts(2, rate)
         linked = group_seconds(kind, full_bytes, ACROSS, cluster.with_profile(PLAIN))
-        curve = IN_WORLD.collective(kind.value, 2, Among.PROCESSES)
+        curve = IN_WORLD.in_world.collective(kind.value, 2)
         assert curve is not None
         carried = curve.at(sent)
         assert group_seconds(kind, full_bytes, ACROSS, cluster) == pytest.approx(max(linked, carried), rel=0.02)

@@ -55,7 +55,7 @@ from functools import cache
 
 from autopar.cluster import Cluster, Link, Mesh, Platform
 from autopar.errors import ClusterError
-from autopar.profile import Among, Curve
+from autopar.profile import Curve
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -74,15 +74,14 @@ class Collective(Enum):
 class GroupCost:
     """Price of one kind of collective over given groups: ``latency_seconds + wire_bytes · seconds_per_wire_byte``.
 
-    With a measured ``curve`` that decides, and the two numbers are its ends.  ``joined_latency_seconds`` and ``joined_curve`` are
-    those of one that a compiler has made one with others before it.
+    With a measured ``curve`` that decides, and the two numbers are its ends.  ``behind_others`` is the price of one that a
+    compiler has made one with others before it, where that is another.
     """
 
     latency_seconds: float
     seconds_per_wire_byte: float
     curve: Curve | None = None
-    joined_latency_seconds: float = 0.0
-    joined_curve: Curve | None = None
+    behind_others: GroupCost | None = None
 
     def seconds(self, sent_bytes: float) -> float:
         """Seconds when each device sends so many bytes."""
@@ -90,11 +89,10 @@ class GroupCost:
             return self.curve.at(sent_bytes)
         return self.latency_seconds + sent_bytes * self.seconds_per_wire_byte
 
-    def joined_seconds(self, sent_bytes: float) -> float:
-        """The same of one that was made one with others before it."""
-        if self.joined_curve is not None:
-            return self.joined_curve.at(sent_bytes)
-        return self.joined_latency_seconds + sent_bytes * self.seconds_per_wire_byte
+    @property
+    def joined(self) -> GroupCost:
+        """The price of one that was made one with others before it."""
+        return self.behind_others or self
 
 
 _Port = tuple[int, int]
@@ -284,14 +282,15 @@ def _carried(
     if cluster.profile is not None and cluster.profile.world_collectives:
         curves = _curves_within_hosts(kind, groups, cluster)
     if curves is None:
-        shared = 0.0 if _shares_latency(cluster) else latency_seconds
-        return GroupCost(latency_seconds, seconds_per_wire_byte, joined_latency_seconds=shared)
+        behind = GroupCost(0.0, seconds_per_wire_byte) if _shares_latency(cluster) else None
+        return GroupCost(latency_seconds, seconds_per_wire_byte, behind_others=behind)
     curve, soon = (one.at_least(latency_seconds, seconds_per_wire_byte) for one in curves)
     return _by_curves(curve, soon, cluster)
 
 
 def _by_curves(curve: Curve, soon: Curve, cluster: Cluster) -> GroupCost:
-    return GroupCost(curve.at(0.0), curve.slope, curve, joined_curve=None if _shares_latency(cluster) else soon)
+    behind = GroupCost(0.0, curve.slope) if _shares_latency(cluster) else GroupCost(soon.at(0.0), soon.slope, soon)
+    return GroupCost(curve.at(0.0), curve.slope, curve, behind)
 
 
 def _shares_latency(cluster: Cluster) -> bool:
@@ -309,10 +308,8 @@ def _curves_within_hosts(
     if cluster.profile is None:
         return None
     size = max(len(group) for group in groups)
-    among = Among.PROCESSES if cluster.hosts > 1 else Among.DEVICES
-    curve, soon = (
-        find(kind.value, size, among) for find in (cluster.profile.collective, cluster.profile.soon_collective)
-    )
+    profile = cluster.profile.in_world if cluster.hosts > 1 else cluster.profile
+    curve, soon = profile.collective(kind.value, size), profile.soon_collective(kind.value, size)
     return None if curve is None or soon is None else (curve, soon)
 
 

@@ -55,7 +55,7 @@ def move_seconds(
         return 0.0
     group_size, cost = axes_cost(kind, move.axes, mesh, cluster)
     sent = wire_bytes(kind, collective_bytes(move, layout, array_bytes, mesh), group_size)
-    return cost.joined_seconds(sent) if joins else cost.seconds(sent)
+    return (cost.joined if joins else cost).seconds(sent)
 
 
 @dataclass(frozen=True)
@@ -253,14 +253,10 @@ def _leg_table(ways: Ways, order: Order, mesh: Mesh, cluster: Cluster, joining: 
                 _share_of_set(move, ways.layouts[source], mesh, limit_bytes),
             )
             entry = (0.0, share * cost.seconds_per_wire_byte + copied, latency, filled)
-        elif kind in joining and cost.joined_curve is not None:
-            entry = (0.0, copied, cost.joined_curve, share)
-        elif kind in joining:
-            entry = (cost.joined_latency_seconds, share * cost.seconds_per_wire_byte + copied, None, 0.0)
-        elif cost.curve is None:
-            entry = (cost.latency_seconds, share * cost.seconds_per_wire_byte + copied, None, 0.0)
+        elif (price := cost.joined if kind in joining else cost).curve is None:
+            entry = (price.latency_seconds, share * price.seconds_per_wire_byte + copied, None, 0.0)
         else:
-            entry = (0.0, copied, cost.curve, share)
+            entry = (0.0, copied, price.curve, share)
         arc_entry[source, target] = entry_of.setdefault(entry, len(entry_of))
     rounds = [np.where(under_way, arc_entry[previous, here], 0) for previous, here, under_way in _backwards(ways)]
     legs = np.stack(rounds, axis=-1) if rounds else np.zeros((*arc_entry.shape, 1), dtype=np.int32)

@@ -228,7 +228,7 @@ def _immediate_seconds(node: OperatorNode, strategy: Strategy, mesh: Mesh, clust
                 group_size, cost = axes_cost(Collective.ALL_REDUCE, axes, mesh, cluster)
                 sent = wire_bytes(Collective.ALL_REDUCE, full_bytes, group_size)
                 joins = k in node.joining_results and not is_extreme
-                total += cost.joined_seconds(sent) if joins else cost.seconds(sent)
+                total += (cost.joined if joins else cost).seconds(sent)
     return total
 
 

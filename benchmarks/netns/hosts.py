@@ -36,7 +36,7 @@ _MTU_BYTES = 1500
 _BURST_SECONDS = 1e-3
 _LEAST_BURST_BYTES = 65536  # a packet before it is cut into frames
 _QUEUE = "50ms"
-# What Linux and its clusters use unless told otherwise, and this machine may not.
+# The congestion control of Linux unless it is told otherwise, as this machine may have been.
 _CUBIC = (
     "cd /proc/sys/net/ipv4; ! grep -qw cubic tcp_available_congestion_control || echo cubic > tcp_congestion_control"
 )
