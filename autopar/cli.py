@@ -1,4 +1,4 @@
-"""The command line: ``autopar verify-plan``, ``autopar profile`` and ``autopar status``.
+"""The command line: ``autopar verify-plan``, ``autopar profile``, ``autopar network`` and ``autopar status``.
 
 Exit codes: 0 all is well, 1 the compiled program is not what was predicted, 2 the input cannot be worked with.
 
@@ -48,6 +48,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     _add_verify(commands.add_parser("verify-plan", help="does a step compile to what its plan predicts?"))
     _add_profile(commands.add_parser("profile", help="measure the devices at hand for the cost model"))
+    _add_network(
+        commands.add_parser("network", help="measure links and collectives between the hosts of a Ray cluster")
+    )
     _add_status(commands.add_parser("status", help="what runs on a Ray cluster: meshes, memory, step times"))
     return parser
 
@@ -149,6 +152,51 @@ def _profile(given: argparse.Namespace) -> int:
         table.add_row(*row)
     Console().print(table)
     print(f"written to {path}")
+    return OK
+
+
+# ------------------------------------------------------------------------------------------------------------- network
+
+
+def _add_network(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Measure α and β of the links between the hosts of a Ray cluster, and collectives that span hosts, and store them for "
+        "Cluster.with_network(). Run it while the hosts do nothing else."
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", required=True, help="where to")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and runs, for a first impression")
+    parser.add_argument("--address", default="auto", help='of the cluster, as `ray.init` takes it (default: "auto")')
+    parser.add_argument("--hosts", type=_count, help="as in Cluster.ray (default: all nodes)")
+    parser.add_argument("--devices", type=_count, help="of each host, as in Cluster.ray")
+    parser.set_defaults(command=_network)
+
+
+def _network(given: argparse.Namespace) -> int:
+    if given.out.is_dir():
+        raise _InputError(f"--out {given.out} is a directory; name a file in it")
+    from rich.console import Console
+    from rich.table import Table
+
+    from autopar.cluster import Cluster
+    from autopar.measured_network import FULL, QUICK, measure_ray_network, network_rows
+    from autopar.network_file import save_network
+    from autopar.progress import Progress
+
+    cluster = Cluster.ray(given.address, hosts=given.hosts, devices_per_host=given.devices)
+    try:
+        with Progress("network") as progress:
+            network = measure_ray_network(cluster, QUICK if given.quick else FULL, progress.say)
+    finally:
+        cluster.close()
+    save_network(network, given.out)
+    table = Table(title=f"{cluster.hosts} hosts × {network.devices_per_host} {network.platform} devices")
+    table.add_column("what")
+    table.add_column("at least", justify="right")
+    table.add_column("rate of the largest", justify="right")
+    for row in network_rows(network):
+        table.add_row(*row)
+    Console().print(table)
+    print(f"written to {given.out}")
     return OK
 
 

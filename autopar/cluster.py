@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from autopar.errors import ClusterError
+from autopar.network import Network
 from autopar.profile import Profile
 from autopar.ray_hosts import RayHosts
 
@@ -214,6 +215,8 @@ class Cluster:
     compute_shared_by: int = 1
     notes: str = field(default="", compare=False)
     profile: Profile | None = None
+    network: Network | None = field(default=None, kw_only=True)
+    """What was measured between the hosts; None: ``network_link`` is all that is known of them."""
     runs_on: RayHosts | None = field(default=None, repr=False)
     """Where programs for this cluster run; None: in this process, if its devices are those."""
     is_distributed: bool = False
@@ -436,6 +439,27 @@ class Cluster:
             profile = load_profile(profile)
         return dataclasses.replace(self, profile=profile)
 
+    def with_network(self, network: Network | str | Path) -> Cluster:
+        """This cluster with ``network_link``, and prices of collectives between its hosts, by what was measured.
+
+        ``network`` is what ``autopar network`` measured, or its file.  Groups of shapes that were not measured keep the price by
+        α and β.  Raises ``ClusterError`` if the file cannot be read, or is of another platform or of another number of
+        devices than a host of this cluster has.
+        """
+        if not isinstance(network, Network):
+            from autopar.network_file import load_network
+
+            network = load_network(network)
+        theirs, ours = (network.platform, network.devices_per_host), (self.device.platform.value, self.devices_per_host)
+        if theirs != ours:
+            raise ClusterError(
+                f"the network was measured between hosts with {theirs[1]} {theirs[0]} devices, a host of cluster {self.name!r} "
+                f"has {ours[1]} of {ours[0]}; measure this cluster with `autopar network`"
+            )
+        source = f"measured at {network.measured_at}"
+        link = Link(network.latency_seconds, network.bytes_per_second, network.devices_per_host, source)
+        return dataclasses.replace(self, network_link=link, network=network)
+
     @classmethod
     def local(cls, devices: Sequence[Any] | None = None, *, profile: Profile | str | Path | None = "auto") -> Cluster:
         """The devices of this program, or the given ``jax.Device``s; imports JAX.
@@ -462,7 +486,8 @@ class Cluster:
         ``address`` is what ``ray.init`` takes: ``"auto"`` (the cluster of this machine), ``"ip:port"``, or ``"local"`` for a
         new one on this machine.  ``hosts``: take so many; more than there are nodes makes each node count as several.
         ``devices_per_host``: GPUs of each, all if left out; on nodes without GPUs virtual CPU devices, one if left out.
-        Links get assumed figures: ``.replace(network_link=Link(...))`` states better ones.  :meth:`close` ends it.
+        Links get assumed figures: :meth:`with_network` takes measured ones, ``.replace(network_link=Link(...))`` those that you
+        state.  :meth:`close` ends it.
         ``transport``: how stages exchange arrays, ``"pull"``, ``"nccl"`` (GPUs, with the extra ``nccl``), or what suits.
 
         Raises ``ClusterError`` if there is no such cluster, or it is smaller.

@@ -75,7 +75,7 @@ def collective_seconds(bench: Bench, kind: Collective, group_size: int, elements
         return _worked(bench, kind, group_size, elements, work_side).collective_seconds
     mesh = bench.mesh(group_size)
     x = bench.spread((elements,), mesh)
-    link = _LINKS[kind]
+    link = LINKS[kind]
     return bench.chain_seconds(
         lambda value: link(value, group_size), mesh, x, check=lambda length, text: _check_count(kind, length, text)
     )
@@ -100,7 +100,7 @@ def _worked(bench: Bench, kind: Collective, group_size: int, elements: int, side
     """Two products of that side, and what a chain of them takes longer with a collective after each link."""
     mesh = bench.mesh(group_size)
     x, work = bench.spread((elements,), mesh), bench.spread((side, side), mesh)
-    link = _LINKS[kind]
+    link = LINKS[kind]
 
     def chain(sends: int) -> Any:
         def worked(value: jax.Array, activations: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -158,7 +158,7 @@ def _permute(value: jax.Array, group_size: int) -> jax.Array:
     return lax.ppermute(value, "group", [(place, (place + 1) % group_size) for place in range(group_size)])
 
 
-_LINKS: dict[Collective, Callable[[jax.Array, int], jax.Array]] = {
+LINKS: dict[Collective, Callable[[jax.Array, int], jax.Array]] = {
     Collective.ALL_REDUCE: _all_reduce,
     Collective.ALL_GATHER: _all_gather,
     Collective.REDUCE_SCATTER: _reduce_scatter,

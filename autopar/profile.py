@@ -356,9 +356,12 @@ class Profile:
     def collective(self, kind: str, group_size: int) -> Curve | None:
         """The curve over wire bytes for groups of that size, or of the measured size nearest by ring factor."""
         curve = self.soon_collective(kind, group_size)
-        if curve is None or not self.work_between_seconds:
-            return curve
-        return curve.raised(self.waiting_seconds(group_size, self.work_between_seconds))
+        return None if curve is None else self.after_work(curve, group_size)
+
+    def after_work(self, curve: Curve, group_size: int) -> Curve:
+        """The curve of a collective with the waiting for devices that work, where the profile is told how much they do."""
+        between = self.work_between_seconds
+        return curve.raised(self.waiting_seconds(group_size, between)) if between else curve
 
     def soon_collective(self, kind: str, group_size: int) -> Curve | None:
         """The same of a collective that follows another at once."""

@@ -3,8 +3,8 @@
     python -m benchmarks.cluster [--models gpt moe …] [--mbit 1000 200] [--steps 10]        (as root, on Linux with iproute2)
 
 Four emulated hosts (:mod:`benchmarks.netns`) with two virtual devices and a fifth of this machine's cores each (what is left
-is for the driver).  ``autopar profile`` measures such a host first, while the others measure too, and a plain program the α and
-β of links between hosts, which have the rate that is asked for.
+is for the driver).  ``autopar profile`` measures such a host first, while the others measure too, and ``autopar network`` the
+links, which have the rate that is asked for, and collectives that span hosts.
 
     auto, …            :func:`autopar.parallelize` by every method, on Ray
     plain jit, data    ``jax.jit`` with ``NamedSharding`` in one ``jax.distributed`` world, nothing of ours: data parallel
@@ -38,7 +38,7 @@ from autopar.errors import AutoparError
 from autopar.plan import Plan
 from benchmarks.netns import Hosts, Network, why_not
 from benchmarks.netns.cases import CASES, LARGER, model_of
-from benchmarks.netns.testbed import DEVICES, HOSTS, ROOT, Figures, Plain, described, measure, set_rates, testbed
+from benchmarks.netns.testbed import DEVICES, HOSTS, ROOT, Figures, Plain, described, set_rates, testbed
 from benchmarks.ranking import tau_text, verdict
 
 METHODS = ("auto", "data_parallel", "zero2", "zero3", "tensor_parallel", "inter_op")
@@ -69,12 +69,11 @@ def drive(hosts: Hosts, model_name: str, figures: Figures, steps: int) -> list[R
 
     model = model_of(model_name)
     found = Cluster.ray("auto", devices_per_host=DEVICES)
-    rates = list(figures.links)
     rows: list[Row] = []
     state = model.abstract_state()
     known: list[list[tuple[int, str, Plan]]] = []
     step = autopar.parallelize(model.train_step)
-    for mbit in rates:
+    for mbit in figures.rates:
         cluster = described(found, figures, mbit)
         for method in METHODS:
             started = time.monotonic()
@@ -194,20 +193,24 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--no-plain", action="store_true", help="leave plain JAX out")
     parser.add_argument("--rows", type=Path, help="write all figures to this file")
-    parser.add_argument("--profile", type=Path, help="what an earlier run measured of a host (default: measure)")
-    parser.add_argument("--inside", nargs=3, metavar=("PREFIX", "FIGURES", "SAID"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--figures", type=Path, help="a folder for what is measured of hosts and links; what is there is not again"
+    )
+    parser.add_argument("--inside", nargs=2, metavar=("PREFIX", "SAID"), help=argparse.SUPPRESS)
     told = parser.parse_args()
     if told.inside is not None:
-        prefix, figures, said = told.inside
+        prefix, said = told.inside
         hosts = Hosts(Network(HOSTS, 0, prefix=prefix))
-        rows = drive(hosts, told.models[0], Figures.read(Path(figures)), told.steps)
+        rows = drive(hosts, told.models[0], Figures(told.figures, tuple(told.mbit)), told.steps)
         Path(said).write_text(json.dumps([asdict(row) for row in rows]))
         return
     if reason := why_not():
         print(f"no hosts can be emulated here: {reason}")
         return
     console = Console(width=150)
-    rows = measured(told.models, told.mbit, told.steps, {} if told.no_plain else PLAIN, told.profile)
+    with tempfile.TemporaryDirectory() as folder:
+        figures = Figures((told.figures or Path(folder)).resolve(), tuple(told.mbit))
+        rows = measured(told.models, figures, told.steps, {} if told.no_plain else PLAIN)
     if told.rows is not None:
         told.rows.write_text(json.dumps([asdict(row) for row in rows]))
     groups = [
@@ -223,17 +226,14 @@ def main() -> None:
     )
 
 
-def measured(
-    models: Sequence[str], rates: Sequence[int], steps: int, plain_ways: Mapping[str, str], profile: Path | None
-) -> list[Row]:
+def measured(models: Sequence[str], figures: Figures, steps: int, plain_ways: Mapping[str, str]) -> list[Row]:
     """All models, one after the other, on one cluster."""
     rows: list[Row] = []
-    with testbed(max(rates)) as nodes, tempfile.TemporaryDirectory() as folder:
-        plain = Plain(nodes)
-        told, said = Path(folder) / "figures.json", Path(folder) / "said.json"
-        measure(nodes, plain, rates, profile).write(told)
+    with testbed(max(figures.rates)) as nodes:
+        plain, said = Plain(nodes), figures.folder / "said.json"
+        figures.measure(nodes)
         for name in models:
-            for mbit in rates:
+            for mbit in figures.rates:
                 set_rates(nodes.hosts, mbit)
                 for what, label in plain_ways.items():
                     one = plain.run(what, "--model", name, "--steps", str(WARM_STEPS + steps))
@@ -241,8 +241,8 @@ def measured(
                     rows.append(Row(name, mbit, label, f"{HOSTS * DEVICES}", float("nan"), clock, one["losses"][-1]))
                     print(rows[-1], flush=True)
             command = [sys.executable, "-m", "benchmarks.cluster", "--models", name, "--steps", str(steps)]
-            command += ["--inside", nodes.hosts.prefix, str(told), str(said)]
-            if nodes.run(command, {"PYTHONPATH": ROOT}):
+            command += ["--mbit", *map(str, figures.rates), "--figures", str(figures.folder)]
+            if nodes.run([*command, "--inside", nodes.hosts.prefix, str(said)], {"PYTHONPATH": ROOT}):
                 raise SystemExit(1)
             rows += [Row(**row) for row in json.loads(said.read_text())]
     return rows

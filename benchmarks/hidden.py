@@ -31,7 +31,7 @@ from autopar.cluster import Cluster
 from benchmarks.cluster import WARM_STEPS
 from benchmarks.netns import Hosts, Network, why_not
 from benchmarks.netns.cases import CASES, model_of
-from benchmarks.netns.testbed import DEVICES, HOSTS, ROOT, Figures, Plain, described, measure, set_rates, testbed
+from benchmarks.netns.testbed import DEVICES, HOSTS, ROOT, Figures, described, set_rates, testbed
 
 STAGES = [[DEVICES * host + device for device in range(DEVICES)] for host in range(HOSTS)]
 SCHEDULES = ("gpipe", "1f1b", "eager_1f1b")
@@ -126,25 +126,29 @@ def main() -> None:
     parser.add_argument("--model", default="gpt 14M", choices=list(CASES))
     parser.add_argument("--mbit", type=int, default=200)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--profile", type=Path, help="what an earlier run measured of a host (default: measure)")
-    parser.add_argument("--inside", nargs=3, metavar=("PREFIX", "FIGURES", "SAID"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--figures", type=Path, help="a folder for what is measured of hosts and links; what is there is not again"
+    )
+    parser.add_argument("--inside", nargs=2, metavar=("PREFIX", "SAID"), help=argparse.SUPPRESS)
     told = parser.parse_args()
+    rates = told.mbit, FAST * told.mbit
     if told.inside is not None:
-        prefix, figures, said = told.inside
+        prefix, said = told.inside
         hosts = Hosts(Network(HOSTS, 0, prefix=prefix))
-        rows = drive(hosts, told.model, told.mbit, Figures.read(Path(figures)), told.steps)
+        rows = drive(hosts, told.model, told.mbit, Figures(told.figures, rates), told.steps)
         Path(said).write_text(json.dumps([asdict(row) for row in rows]))
         return
     if reason := why_not():
         raise SystemExit(f"no hosts can be emulated here: {reason}")
     with testbed(told.mbit) as nodes, tempfile.TemporaryDirectory() as folder:
-        said = [Path(folder) / "figures.json", Path(folder) / "said.json"]
-        measure(nodes, Plain(nodes), (told.mbit, FAST * told.mbit), told.profile).write(said[0])
+        figures = Figures((told.figures or Path(folder)).resolve(), rates)
+        figures.measure(nodes, "--quick")  # no collective of these stages spans hosts
+        said = figures.folder / "said.json"
         command = [sys.executable, "-m", "benchmarks.hidden", "--model", told.model, "--steps", str(told.steps)]
-        command += ["--mbit", str(told.mbit), "--inside", nodes.hosts.prefix, *map(str, said)]
-        if nodes.run(command, {"PYTHONPATH": ROOT}):
+        command += ["--mbit", str(told.mbit), "--figures", str(figures.folder)]
+        if nodes.run([*command, "--inside", nodes.hosts.prefix, str(said)], {"PYTHONPATH": ROOT}):
             raise SystemExit(1)
-        rows = [Row(**row) for row in json.loads(said[1].read_text())]
+        rows = [Row(**row) for row in json.loads(said.read_text())]
     title = f"{told.model}, 4 stages on 4 hosts, {MICROBATCHES} microbatches, {told.mbit} Mbit/s"
     Console(width=130).print(table(title, rows))
 

@@ -38,7 +38,8 @@ its level.  An all-to-all pays the α of every other member, a permute the large
 *Measured.*  Where the cluster carries a profile, a collective whose groups each lie on one host takes its seconds from
 the curve of its kind and group size at ``W`` instead.  If the cluster has several hosts, the processes on them are a world, and
 the curve that of a world, if there is one: processors carry its collectives, within hosts too, so that those across hosts take
-no less than those within one.
+no less than those within one.  Where the cluster carries a measured network, and groups of their shape are in it, collectives
+across hosts take their seconds from that curve.
 
 Groups of one device cost nothing.  Not modelled: trees, in-network reduction, the torus of TPUs, and contention
 between different collectives.
@@ -55,6 +56,7 @@ from functools import cache
 
 from autopar.cluster import Cluster, Link, Mesh, Platform
 from autopar.errors import ClusterError
+from autopar.network import Span
 from autopar.profile import Curve
 
 Groups = tuple[tuple[int, ...], ...]
@@ -263,11 +265,27 @@ def group_cost(groups: Groups, cluster: Cluster, kind: Collective = Collective.A
 
 
 def _measured(kind: Collective, groups: Iterable[tuple[int, ...]], cluster: Cluster) -> GroupCost | None:
-    """The price by the cluster's profile; None without one, across hosts, or for a kind that was not measured."""
-    if any(len(_by_host(group, cluster)) > 1 for group in groups):
-        return None
-    curves = _curves_within_hosts(kind, groups, cluster)
+    """The price by the cluster's profile or network; None without one, or for what was not measured."""
+    hosts = [_by_host(group, cluster) for group in groups]
+    if any(len(by_host) > 1 for by_host in hosts):
+        curves = _curves_across_hosts(kind, hosts, cluster)
+    else:
+        curves = _curves_within_hosts(kind, groups, cluster)
     return None if curves is None else _by_curves(*curves, cluster)
+
+
+def _curves_across_hosts(
+    kind: Collective, hosts: Iterable[dict[int, list[int]]], cluster: Cluster
+) -> tuple[Curve, Curve] | None:
+    """What was measured of groups of that shape, after work and after another, while all devices of the hosts were at it."""
+    network = cluster.network
+    shapes = {(len(by_host), len(members)) for by_host in hosts for members in by_host.values()}
+    if network is None or cluster.host_links or len(shapes) > 1 or cluster.devices_per_host != network.devices_per_host:
+        return None
+    span = Span(*shapes.pop())
+    if (soon := network.collective(kind.value, span)) is None:
+        return None
+    return (soon if cluster.profile is None else cluster.profile.after_work(soon, span.group_size)), soon
 
 
 def _carried(

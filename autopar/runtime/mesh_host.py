@@ -119,6 +119,10 @@ class MeshHost:
         for mesh in meshes:
             warm(self._jax_mesh(mesh, tuple(range(mesh.size)), tuple(range(mesh.size))))
 
+    def compute(self, function: Any, *given: Any) -> Any:
+        """What a function of the driver's makes of all devices of the world, host by host, and of what it is given."""
+        return function(self._devices, *given)
+
     # ------------------------------------------------------------------------------------------------------ programs
 
     def load(self, shipment: Any, peers: Any, digest: str) -> float:

@@ -2,7 +2,7 @@
 
 Each host has a fifth of this machine's cores (:mod:`benchmarks.netns.cores`); what is left is for the driver, and for the kernel,
 which carries the frames.  Two things are measured before anything is planned: a host, by ``autopar profile`` while the others
-measure as well, and the links between hosts, by a plain JAX program.
+measure as well, and the network, by ``autopar network``.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar.cluster import Cluster, DeviceKind, Link
+from autopar.cluster import Cluster, DeviceKind
 from benchmarks.netns.cores import why_no_quota
 from benchmarks.netns.hosts import Hosts, Network
 from benchmarks.netns.nodes import RayNodes
@@ -71,43 +70,37 @@ class Plain:
 
 @dataclass(frozen=True)
 class Figures:
-    """What was measured: α and β of the links by their rate in Mbit/s, and the file of a host's profile (None: not measured)."""
+    """A folder of what was measured, and is not measured again: a host's profile, and the network at each rate in Mbit/s."""
 
-    links: Mapping[int, Mapping[str, Sequence[float]]]
-    profile: str | None
+    folder: Path
+    rates: tuple[int, ...]
 
-    def write(self, path: Path) -> None:
-        """For a process on a host."""
-        path.write_text(json.dumps(asdict(self)))
+    @property
+    def profile(self) -> Path | None:
+        """Of a host; None where hosts have no cores of their own."""
+        return None if why_no_quota() else self.folder / "profile.json"
 
-    @classmethod
-    def read(cls, path: Path) -> Figures:
-        """What :meth:`write` wrote."""
-        said = json.loads(path.read_text())
-        return cls({int(mbit): links for mbit, links in said["links"].items()}, said["profile"])
+    def network(self, mbit: int) -> Path:
+        """At a rate."""
+        return self.folder / f"network_{mbit}.json"
 
-
-def measure(nodes: RayNodes, plain: Plain, rates: Sequence[int], profile: Path | None) -> Figures:
-    """Measure links of these rates, and a host, unless ``profile`` is there already."""
-    if profile is None and not why_no_quota():
-        profile = nodes.hosts.folder / "profile.json"
-        _measure_profile(nodes, profile)
-    links = {}
-    for mbit in rates:
-        set_rates(nodes.hosts, mbit)
-        links[mbit] = plain.run("links")
-        print(f"links of {mbit} Mbit/s: {links[mbit]}", flush=True)
-    return Figures(links, None if profile is None else str(profile.resolve()))
+    def measure(self, nodes: RayNodes, *options: str) -> None:
+        """Measure what is missing; ``options`` are those of ``autopar network``."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.profile is not None and not self.profile.exists():
+            _measure_profile(nodes, self.profile)
+        for mbit in self.rates:
+            if not self.network(mbit).exists():
+                set_rates(nodes.hosts, mbit)
+                command = [sys.executable, "-m", "autopar", "network", "--devices", str(DEVICES), *options]
+                if nodes.run([*command, "--out", str(self.network(mbit))], {"PYTHONPATH": ROOT}):
+                    raise SystemExit(1)
 
 
 def described(found: Cluster, figures: Figures, mbit: int) -> Cluster:
     """The cluster as it was measured, or where hosts have no cores of their own, as eight devices that share the machine's."""
-    links = figures.links[mbit]
-    cluster = found.replace(
-        network_link=Link(*links["network"], DEVICES, "measured by a plain program"),
-        local_link=Link(*links["local"], 1, "measured by a plain program"),
-    )
-    if why_no_quota():
+    cluster = found.with_network(figures.network(mbit))
+    if figures.profile is None:
         return cluster.replace(compute_shared_by=HOSTS * DEVICES)
     return cluster.replace(device=_share_of(cluster.device)).with_profile(figures.profile)
 

@@ -1,0 +1,227 @@
+"""How long do collectives take between the hosts of a cluster?
+
+The processes of all hosts form a world, and measure together: each runs the same programs as often as the others, for none ends
+without them.  As in :mod:`autopar.measured_collectives` a collective stands between matrix products, since hosts do not come to
+it together; a program is two loops,
+
+    s times   products, a collective          then L − s times   products
+
+whose trips s are an argument, so it is compiled once, and
+
+    seconds of one = (seconds at s = L  −  seconds at s = 1) / (L − 1)
+
+All devices take part, in groups of every shape that they can be cut into (:func:`autopar.network.spans_of`).  β of a link is told
+by all-gathers of two sizes among one device of each host, when nobody else uses the cards; α by the smallest all-gather of all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from autopar.bench import SPEC
+from autopar.cluster import Cluster
+from autopar.cores import quota_cores
+from autopar.cost_model.collectives import Collective, wire_bytes
+from autopar.errors import ClusterError
+from autopar.measured_collectives import LINKS
+from autopar.network import Network, Span, SpanCurve, spans_of
+from autopar.on_ray import fleet_of
+from autopar.profile import Curve, Samples
+from autopar.timing import LEAST_SECONDS, timer_of
+
+KINDS = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL)
+LONGEST_SECONDS = 600.0
+"""So long hosts may take to measure one kind in groups of one shape."""
+_WORK_SIDE = 64
+_LINK_BYTES = (1 << 20, 1 << 22)
+"""That one device of each host gives to the all-gathers by which β is found."""
+
+
+@dataclass(frozen=True)
+class NetworkEffort:
+    """The sizes of collectives (full bytes, see :mod:`autopar.cost_model.collectives`), links of a chain, and its runs."""
+
+    full_bytes: tuple[int, ...]
+    chain: int
+    runs: int
+
+
+FULL = NetworkEffort(tuple(1 << power for power in (10, 14, 16, 18, 20, 22)), 6, 5)
+QUICK = NetworkEffort(tuple(1 << power for power in (10, 16, 20)), 4, 3)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What all processes measure together: one kind in groups of one shape, of so many devices of each host."""
+
+    kind: Collective
+    span: Span
+    devices_per_host: int
+    effort: NetworkEffort
+
+
+_State = tuple[jax.Array, jax.Array]
+Together = Callable[[Asked], Samples]
+"""Has all processes measure, and returns what the first one found."""
+
+
+def measure_network(effort: NetworkEffort = FULL, say: Callable[[str], None] = lambda message: None) -> Network:
+    """Measure between the hosts of this program, of whose processes each calls this function.
+
+    ``say`` is told what is being measured.  Raises ``ClusterError`` in a program of a single process.
+    """
+    devices = sorted(jax.devices(), key=lambda one: (one.process_index, one.id))
+    hosts = jax.process_count()
+    return _measured(
+        hosts, len(devices) // hosts, devices[0].platform, effort, say, lambda asked: samples(devices, asked)
+    )
+
+
+def measure_ray_network(
+    cluster: Cluster, effort: NetworkEffort = FULL, say: Callable[[str], None] = lambda message: None
+) -> Network:
+    """The same between the hosts of a Ray cluster; processes are started on them, which ``cluster.close()`` ends.
+
+    Raises ``ClusterError`` for a cluster that does not run on Ray or has one host, ``WorkerError`` if a process fails.
+    """
+    if cluster.runs_on is None:
+        raise ClusterError(
+            f"cluster {cluster.name!r} does not run on Ray; take Cluster.ray(...), or description.on_ray()"
+        )
+    if cluster.hosts < 2:
+        raise ClusterError(f"cluster {cluster.name!r} is one host; between hosts there is nothing to measure")
+    fleet = fleet_of(cluster)
+    (world,) = fleet.worlds([tuple(range(cluster.num_devices))], cluster.device.platform)
+
+    def together(asked: Asked) -> Samples:
+        what = f"{asked.kind.value} between hosts to be measured"
+        found: Samples = world.collected(world.call("compute", samples, asked), LONGEST_SECONDS, what)[0]
+        return found
+
+    return _measured(cluster.hosts, cluster.devices_per_host, cluster.device.platform.value, effort, say, together)
+
+
+def network_rows(network: Network) -> Iterable[tuple[str, str, str]]:
+    """(what, seconds of the smallest, rate of the largest) for a table."""
+    yield "a link", f"{network.latency_seconds * 1e6:.0f} µs", f"{network.bytes_per_second / 1e6:.1f} MB/s"
+    for one in network.collectives:
+        sent, seconds = one.curve.samples[-1]
+        what = f"{one.kind} among {one.span.per_host} on each of {one.span.hosts} hosts"
+        yield what, f"{one.curve.at(0.0) * 1e6:.0f} µs", f"{sent / seconds / 1e6:.1f} MB/s"
+
+
+def _measured(
+    hosts: int,
+    devices_per_host: int,
+    platform: str,
+    effort: NetworkEffort,
+    say: Callable[[str], None],
+    together: Together,
+) -> Network:
+    if hosts < 2:
+        raise ClusterError("this program is one process; start it on every host, under jax.distributed")
+    say("links between hosts")
+    bytes_per_second = _bytes_per_second(hosts, effort, together)
+    curves = []
+    for span in spans_of(hosts, devices_per_host):
+        for kind in KINDS:
+            say(f"{kind.value} among {span.per_host} devices on each of {span.hosts} hosts")
+            curve = Curve(together(Asked(kind, span, devices_per_host, effort)))
+            curves.append(SpanCurve(kind.value, span, curve))
+    network = Network(
+        jax_version=jax.__version__,
+        platform=platform,
+        devices_per_host=devices_per_host,
+        measured_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        latency_seconds=0.0,
+        bytes_per_second=bytes_per_second,
+        collectives=tuple(curves),
+    )
+    return _with_latency(network, Span(hosts, 1))
+
+
+def _bytes_per_second(hosts: int, effort: NetworkEffort, together: Together) -> float:
+    sizes = NetworkEffort(tuple(hosts * given for given in _LINK_BYTES), effort.chain, effort.runs)
+    (small, soon), (large, late) = together(Asked(Collective.ALL_GATHER, Span(hosts, 1), 1, sizes))
+    return (large - small) / max(late - soon, LEAST_SECONDS)
+
+
+def _with_latency(network: Network, span: Span) -> Network:
+    """α of a link: what the smallest all-gather takes for each of the times that it passes something on."""
+    curve = network.collective(Collective.ALL_GATHER.value, span)
+    assert curve is not None
+    sent, seconds = curve.samples[0]
+    left = seconds - network.devices_per_host * sent / network.bytes_per_second
+    return dataclasses.replace(network, latency_seconds=max(left / (span.hosts - 1), LEAST_SECONDS))
+
+
+# -------------------------------------------------------------------------------------------------- on all hosts at once
+
+
+def samples(devices: Sequence[Any], asked: Asked) -> Samples:
+    """(wire bytes, seconds) by ascending sizes; ``devices`` are all of the world, host by host."""
+    mesh = _mesh(devices, asked)
+    found = {}
+    for size_bytes in asked.effort.full_bytes:
+        is_gather = asked.kind is Collective.ALL_GATHER
+        size = asked.span.group_size
+        held_bytes = size_bytes // (size if is_gather else 1)
+        elements = max(held_bytes // 4 // size, 1) * size
+        sent = wire_bytes(asked.kind, 4.0 * elements * (size if is_gather else 1), size)
+        found[sent] = _seconds(mesh, asked, elements)
+    return tuple(sorted(found.items()))
+
+
+def _mesh(devices: Sequence[Any], asked: Asked) -> Mesh:
+    """The first so many devices of each host, in groups of the shape that is asked for."""
+    hosts = devices[-1].process_index + 1
+    by_host = np.array(devices).reshape(hosts, -1)[:, : asked.devices_per_host]
+    span = asked.span
+    grouped = by_host.reshape(hosts // span.hosts, span.hosts, -1, span.per_host).transpose(0, 2, 1, 3)
+    return Mesh(grouped.reshape(-1, span.group_size), ("other", "group"), axis_types=(AxisType.Auto,) * 2)
+
+
+def _seconds(mesh: Mesh, asked: Asked, elements: int) -> float:
+    """Of one collective to which each device brings so many float32."""
+    link, size, length = LINKS[asked.kind], asked.span.group_size, asked.effort.chain
+
+    def program(sends: jax.Array, value: jax.Array, weights: jax.Array) -> _State:
+        def work(state: _State) -> _State:
+            value, activations = state
+            activations = (activations + value[0]) @ weights @ weights
+            return value.at[0].set(activations[0, 0]), activations
+
+        def send(state: _State) -> _State:
+            value, activations = work(state)
+            return link(value, size), activations
+
+        state = lax.fori_loop(0, sends, lambda _, state: send(state), (value, weights))
+        return lax.fori_loop(sends, length, lambda _, state: work(state), state)
+
+    local = jax.shard_map(
+        program, mesh=mesh, in_specs=(PartitionSpec(), SPEC, SPEC), out_specs=(SPEC, SPEC), check_vma=False
+    )
+    value, weights = _zeros(mesh, elements), _zeros(mesh, _WORK_SIDE, _WORK_SIDE)
+    counts = [_placed(mesh, np.int32(count), PartitionSpec()) for count in (1, length)]
+    compiled = jax.jit(local).lower(counts[0], value, weights).compile()
+    one, many = (lambda count=count: compiled(count, value, weights) for count in counts)
+    least, most = timer_of(0.0, asked.effort.runs, quota_cores()).waiting(one, many)
+    return max((most - least) / (length - 1), LEAST_SECONDS)
+
+
+def _zeros(mesh: Mesh, *shape: int) -> jax.Array:
+    """So many on each device."""
+    return _placed(mesh, np.zeros((mesh.size * shape[0], *shape[1:]), np.float32), SPEC)
+
+
+def _placed(mesh: Mesh, whole: Any, spec: PartitionSpec) -> jax.Array:
+    return jax.make_array_from_callback(np.shape(whole), NamedSharding(mesh, spec), lambda index: whole[index])
