@@ -17,6 +17,7 @@ Groups of other shapes than those that were measured are priced by α and β.  T
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -86,6 +87,23 @@ class Network:
     def collective(self, kind: str, span: Span) -> Curve | None:
         """The curve over wire bytes of groups of that shape; None if these were not measured."""
         return self._curves.get((kind, span))
+
+    @cached_property
+    def exchange_ratio(self) -> float:
+        """Seconds of all-to-alls over those of as large reduce-scatters, in the geometric mean; 1 where either is missing."""
+        both = [(self.collective("all-to-all", span), self.collective("reduce-scatter", span)) for span in self.spans]
+        logarithms = [
+            math.log(exchange.at(sent) / scatter.at(sent))
+            for exchange, scatter in both
+            if exchange is not None and scatter is not None
+            for sent, _ in scatter.samples
+        ]
+        return math.exp(statistics.fmean(logarithms)) if logarithms else 1.0
+
+    @property
+    def spans(self) -> list[Span]:
+        """The shapes of groups that were measured."""
+        return list(dict.fromkeys(one.span for one in self.collectives))
 
     @cached_property
     def _curves(self) -> dict[tuple[str, Span], Curve]:

@@ -69,6 +69,14 @@ class Strategy:
         return tuple(self.factors[factors[0]] if factors else () for factors in mapping)
 
 
+class SumScatter(Enum):
+    """How a partial sum becomes one of which each device keeps a piece, on a mesh."""
+
+    COLLECTIVE = "reduce-scatter"
+    EXCHANGE = "all-to-all"
+    """Pieces go to who keeps them, who adds them up: where the backend's reduce-scatter is slower than its all-to-all."""
+
+
 @dataclass(frozen=True)
 class Stage:
     """One part of the program on one mesh: a home layout for values, a copy layout for some, strategies of operators.
@@ -85,6 +93,7 @@ class Stage:
 
     Stages on the same devices are on one mesh, which runs the parts of all of them.
     """
+    sum_scatter: SumScatter = SumScatter.COLLECTIVE
 
     def home(self, value: int, rank: int) -> Layout:
         """Where a value of this rank lies."""

@@ -41,10 +41,11 @@ from autopar.plan import (
     SolverReport,
     Stage,
     Strategy,
+    SumScatter,
 )
 
 FILE_FORMAT = "autopar.plan"
-FILE_VERSION = 6
+FILE_VERSION = 7
 OLDEST_VERSION = 3
 """Files of which nothing but what was added since is missing."""
 _ADVICE = "correct it, or plan again and save anew"
@@ -81,6 +82,7 @@ class _StageEntry(Struct, forbid_unknown_fields=True):
     copies: _Pairs
     strategies: _Pairs
     devices: tuple[_Whole, ...] = ()
+    sum_scatter: SumScatter = SumScatter.COLLECTIVE
 
 
 class _CollectiveEntry(Struct, forbid_unknown_fields=True):
@@ -218,6 +220,7 @@ def encode_plan(plan: Plan) -> bytes:
             layouts.pairs(stage.copies),
             strategies.pairs(stage.strategies),
             tuple(index(device) for device in stage.devices),
+            stage.sum_scatter,
         )
         for stage in plan.stages
     )
@@ -510,6 +513,7 @@ class _Reader:
             self._mapping(f"{place}.copies", entry.copies, self._layouts, mesh),
             self._mapping(f"{place}.strategies", entry.strategies, self._strategies, mesh),
             entry.devices,
+            entry.sum_scatter,
         )
 
     def _mapping(self, place: str, pairs: _Pairs, table: tuple[_Entry, ...], mesh: Mesh) -> dict[int, _Entry]:

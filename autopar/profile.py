@@ -21,7 +21,7 @@ products.
 A curve is made to rise (more work never takes less time) by the nearest rising figures in the sense of least squares
 (isotonic regression; Barlow et al., 1972), so that a point that was measured too high does not raise all beyond it.  It is
 piecewise linear between its points, flat below the first – the latency, or the cost of starting a kernel – and goes on beyond
-the last at the rate of its last rising segment.
+the last at the rate of its last rising segment (where it ends flat, no faster than in proportion).
 
 *Group sizes that were not measured* take the curve of the measured size whose ring factor (p-1)/p is nearest.
 
@@ -175,11 +175,16 @@ class Curve:
 
 
 def _last_slope(amounts: Sequence[float], seconds: Sequence[float]) -> float:
-    """Rate of the last segment that rises; of one point, or a curve that never rises, its own seconds per unit."""
+    """Rate of the last segment that rises; of one point, or a curve that never rises, its own seconds per unit.
+
+    A curve that ends flat goes on no faster than in proportion: what rose before may have been a jump.
+    """
+    proportional = seconds[-1] / amounts[-1]
     for right in range(len(amounts) - 1, 0, -1):
         if seconds[right] > seconds[right - 1]:
-            return (seconds[right] - seconds[right - 1]) / (amounts[right] - amounts[right - 1])
-    return seconds[-1] / amounts[-1]
+            slope = (seconds[right] - seconds[right - 1]) / (amounts[right] - amounts[right - 1])
+            return slope if right == len(amounts) - 1 else min(slope, proportional)
+    return proportional
 
 
 @dataclass(frozen=True)

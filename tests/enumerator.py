@@ -426,11 +426,25 @@ class _Enumerator:
                 return not batch and dim == left
         return False
 
+    def _exchanges(self) -> bool:
+        """Whether sums are scattered by an all-to-all and added up, for of whole messages these are faster among all devices."""
+        if self.cluster.network is None:
+            return False
+        kinds = Collective.ALL_TO_ALL, Collective.REDUCE_SCATTER
+        exchanged, scattered = (
+            collective_seconds(kind, 1e5, self.mesh.axis_names, self.mesh, self.cluster) for kind in kinds
+        )
+        return exchanged < scattered
+
     def _reshard(self, value: int, source: Layout, target: Layout) -> float:
         array = self.graph.values[value]
         total, layout = 0.0, source
         for move in moves_between(array.shape, source, target, self.mesh):
-            if move.kind in KINDS:
+            if move.kind is MoveKind.REDUCE_SCATTER and self._exchanges():
+                held = array.size_bytes / self._pieces(layout)
+                total += collective_seconds(Collective.ALL_TO_ALL, held, move.axes, self.mesh, self.cluster)
+                total += self._roofline(0.0, held * (1 + 1 / self.mesh.axis_size(*move.axes)), "float32")
+            elif move.kind in KINDS:
                 held = array.size_bytes / self._pieces(layout)
                 full = held * self.mesh.axis_size(*move.axes) if move.kind is MoveKind.ALL_GATHER else held
                 total += collective_seconds(KINDS[move.kind], full, move.axes, self.mesh, self.cluster)

@@ -14,7 +14,7 @@ from jax import numpy as jnp
 from jax.sharding import PartitionSpec
 
 from autopar.cluster import Mesh
-from autopar.plan import Layout
+from autopar.plan import Layout, SumScatter
 from autopar.runtime.collectives import apply_moves, to_shard
 from autopar.runtime.executor import device_mesh, partition_spec
 from autopar.schedule.reshard import (
@@ -26,6 +26,7 @@ from autopar.schedule.reshard import (
     layouts_of,
     local_shape,
     moves_between,
+    scattered,
     shares,
 )
 
@@ -60,7 +61,7 @@ def after_by_definition(layout: Layout, move: Move, mesh: Mesh) -> Layout:
             wanted, after = {None}, "sum"
         case MoveKind.ALL_REDUCE:
             wanted, after = {"sum"}, None
-        case MoveKind.REDUCE_SCATTER:
+        case MoveKind.REDUCE_SCATTER | MoveKind.EXCHANGE_SUM:
             wanted, after = {"sum"}, move.dim
         case MoveKind.ALL_GATHER:
             wanted, after = {move.dim}, None
@@ -81,11 +82,15 @@ def after_by_definition(layout: Layout, move: Move, mesh: Mesh) -> Layout:
 
 
 @settings(max_examples=500)
-@given(journeys())
-def test_every_way_is_legal_and_ends_at_the_target(journey: tuple[tuple[int, ...], Mesh, Layout, Layout]) -> None:
+@given(journeys(), st.sampled_from(SumScatter))
+def test_every_way_is_legal_and_ends_at_the_target(
+    journey: tuple[tuple[int, ...], Mesh, Layout, Layout], scatter: SumScatter
+) -> None:
     shape, mesh, source, target = journey
     layout = source
-    for move in moves_between(shape, source, target, mesh):
+    for way in moves_between(shape, source, target, mesh):
+        move = scattered(way, scatter)
+        assert (move.kind is not MoveKind.REDUCE_SCATTER) or scatter is SumScatter.COLLECTIVE
         expected = after_by_definition(layout, move, mesh)
         layout = after_move(layout, move, mesh)
         assert layout == expected

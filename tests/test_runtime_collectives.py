@@ -17,7 +17,7 @@ from autopar.cluster import Mesh
 from autopar.errors import PlanError
 from autopar.plan import Axes, Layout
 from autopar.runtime.collectives import apply_moves, is_first, to_shard
-from autopar.schedule.reshard import Move, MoveKind, moves_between
+from autopar.schedule.reshard import SCATTERS, Move, MoveKind, moves_between
 
 MESHES = [Mesh(("a", "b"), (2, 4)), Mesh(("a",), (8,)), Mesh(("a", "b", "c"), (2, 2, 2))]
 SHAPE = (16, 8)
@@ -61,7 +61,8 @@ def steps(layout: Layout, mesh: Mesh) -> Iterator[tuple[Move, Layout]]:
         yield Move(MoveKind.ALL_REDUCE, axes), Layout(layout.dims, rest)
         for dim, old in enumerate(layout.dims):
             if in_order(old + axes):
-                yield Move(MoveKind.REDUCE_SCATTER, axes, dim), with_dim(layout, dim, old + axes, rest)
+                for kind in SCATTERS:
+                    yield Move(kind, axes, dim), with_dim(layout, dim, old + axes, rest)
     for dim, old in enumerate(layout.dims):
         for count in range(1, len(old) + 1):
             axes, other = old[-count:], layout.dims[1 - dim]
@@ -188,6 +189,8 @@ def test_one_device_is_first() -> None:
         (jnp.ones((8, 8), bool), Move(MoveKind.MASK, ("a",)), "would sum Booleans"),
         (jnp.ones((6, 8)), Move(MoveKind.SLICE, ("b",), 0), "into 4 pieces"),
         (jnp.ones((6, 8)), Move(MoveKind.REDUCE_SCATTER, ("b",), 0), "into 4 pieces"),
+        (jnp.ones((8, 8), bool), Move(MoveKind.EXCHANGE_SUM, ("a",), 0), "would sum Booleans"),
+        (jnp.ones((6, 8)), Move(MoveKind.EXCHANGE_SUM, ("b",), 0), "into 4 pieces"),
         (jnp.ones((8, 6)), Move(MoveKind.ALL_TO_ALL, ("b",), 0, 1), "into 4 pieces"),
         (jax.random.split(jax.random.key(0), 8), Move(MoveKind.ALL_REDUCE, ("a",)), "keys of type"),
     ],

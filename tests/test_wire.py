@@ -31,6 +31,7 @@ MOVES = {
     MoveKind.ALL_GATHER: (Move(MoveKind.ALL_GATHER, ("data",), 0), Layout((("data",), ()))),
     MoveKind.ALL_REDUCE: (Move(MoveKind.ALL_REDUCE, ("data",)), Layout(((), ()), ("data",))),
     MoveKind.REDUCE_SCATTER: (Move(MoveKind.REDUCE_SCATTER, ("data",), 0), Layout(((), ()), ("data",))),
+    MoveKind.EXCHANGE_SUM: (Move(MoveKind.EXCHANGE_SUM, ("data",), 0), Layout(((), ()), ("data",))),
     MoveKind.ALL_TO_ALL: (Move(MoveKind.ALL_TO_ALL, ("data",), 0, 1), Layout((("data",), ()))),
 }
 DTYPES = ("int8", "int32", "float16", "float32", *WIDENED[Platform.CPU])

@@ -28,7 +28,7 @@ from autopar.graph.merging import Merged, merged_values
 from autopar.graph.products import turning_points
 from autopar.graph.zeros import is_zero_literal
 from autopar.plan import Axes, Layout
-from autopar.schedule.reshard import Move, MoveKind, after_move, local_shape
+from autopar.schedule.reshard import SCATTERS, Move, MoveKind, after_move, local_shape
 from autopar.schedule.spmd import NOTHING_HOSTED, Buffer, Hosted, Reshard, Run, SpmdProgram
 
 
@@ -285,10 +285,15 @@ class _Builder:
                 return self._add(Form.COSTLY, (sent,), size, tenant, value, step.cause)
         order = (move.dim, *(dim for dim in range(len(shape)) if dim != move.dim))
         is_turned = minor or self._lies_transposed(node)
-        made_so = move.kind is MoveKind.REDUCE_SCATTER and self._turning.get(value) == move.dim
+        made_so = move.kind in SCATTERS and self._turning.get(value) == move.dim
         if minor and not made_so:
             node = self._relayout(node, order)
-        node = self._collective(move, (node,), size, tenant, step)
+        if move.kind is MoveKind.EXCHANGE_SUM:
+            node = self._add(Form.KERNEL, (node,), self._bytes(before), tenant, value, step.cause)
+            node = self._collective(move, (node,), self._bytes(before), tenant, step)
+            node = self._add(Form.CHEAP, (node,), size, tenant, value, step.cause)
+        else:
+            node = self._collective(move, (node,), size, tenant, step)
         if is_turned:
             sent, node = node, self._relayout(node, ())
             self._turned[node] = sent

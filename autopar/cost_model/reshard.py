@@ -19,22 +19,23 @@ from typing import Protocol
 import numpy as np
 
 from autopar.cluster import Cluster, Mesh, Platform
-from autopar.cost_model.collectives import Collective, axes_cost, wire_bytes
+from autopar.cost_model.collectives import Collective, axes_cost, sum_scatter_of, wire_bytes
 from autopar.graph.merging import Merged
-from autopar.plan import Layout
+from autopar.plan import Layout, SumScatter
 from autopar.profile import Curve
-from autopar.schedule.reshard import Move, MoveKind, Ways, representative, shares, ways_between
+from autopar.schedule.reshard import SCATTERS, Move, MoveKind, Ways, representative, scattered, shares, ways_between
 
 COLLECTIVE_OF_MOVE = {
     MoveKind.ALL_GATHER: Collective.ALL_GATHER,
     MoveKind.ALL_REDUCE: Collective.ALL_REDUCE,
     MoveKind.REDUCE_SCATTER: Collective.REDUCE_SCATTER,
+    MoveKind.EXCHANGE_SUM: Collective.ALL_TO_ALL,
     MoveKind.ALL_TO_ALL: Collective.ALL_TO_ALL,
 }
 """The collective behind each move; slices and masks need none."""
 
 
-COPIED = frozenset((MoveKind.ALL_GATHER, MoveKind.REDUCE_SCATTER))
+COPIED = frozenset((MoveKind.ALL_GATHER,)) | SCATTERS
 """Moves whose pieces stand one after the other in the array."""
 
 
@@ -76,17 +77,21 @@ def order_of(shape: tuple[int, ...], turns_before: int | None = None) -> Order:
 
 
 def copy_seconds(move: Move, layout: Layout, array_bytes: float, mesh: Mesh, cluster: Cluster, order: Order) -> float:
-    """Seconds in memory of the same move.
+    """Seconds in memory of the same move: of sums that are added up by hand, and of copies.
 
     Pieces that are gathered or scattered along another dimension than the outermost do not lie one after the other: on CPU the
     full tensor is copied into another order, unless the product that makes it can be turned.  What other backends do about it is
     not known, and not priced.
     """
+    full_bytes = collective_bytes(move, layout, array_bytes, mesh)
+    added = 0.0
+    if move.kind is MoveKind.EXCHANGE_SUM:
+        added = full_bytes * (1 + 1 / mesh.axis_size(*move.axes)) / cluster.per_device_memory_bytes_per_second
     if cluster.device.platform is not Platform.CPU or move.kind not in COPIED or move.dim <= order.outermost:
-        return 0.0
-    if move.kind is MoveKind.REDUCE_SCATTER and move.dim == order.turns_before:
-        return 0.0
-    return 2 * collective_bytes(move, layout, array_bytes, mesh) / cluster.per_device_turned_bytes_per_second
+        return added
+    if move.kind in SCATTERS and move.dim == order.turns_before:
+        return added
+    return added + 2 * full_bytes / cluster.per_device_turned_bytes_per_second
 
 
 class ReshardTable(Protocol):
@@ -206,12 +211,13 @@ def _table(
     shape: tuple[int, ...], order: Order, mesh: Mesh, cluster: Cluster, joining: frozenset[Collective]
 ) -> ReshardTable:
     ways = ways_between(shape, mesh)
-    if cluster.profile is not None or (joining and cluster.device.platform in COMBINED_RESULT_BYTES):
+    is_measured = cluster.profile is not None or cluster.network is not None
+    if is_measured or (joining and cluster.device.platform in COMBINED_RESULT_BYTES):
         return _leg_table(ways, order, mesh, cluster, joining)
     count = len(ways.layouts)
     arc_latency = np.zeros((count, count))
     arc_per_byte = np.zeros((count, count))
-    for (source, target), move in ways.arcs.items():
+    for (source, target), move in _arcs(ways, sum_scatter_of(cluster)):
         joins = COLLECTIVE_OF_MOVE.get(move.kind) in joining
         small, large = (
             move_seconds(move, ways.layouts[source], size, mesh, cluster, joins=joins) for size in (0.0, 1e9)
@@ -227,6 +233,11 @@ def _table(
     return AffineTable(dict(ways.index), latency, per_byte)
 
 
+def _arcs(ways: Ways, scatter: SumScatter) -> Iterator[tuple[tuple[int, int], Move]]:
+    """Every elementary change as it is made."""
+    return ((ends, scattered(move, scatter)) for ends, move in ways.arcs.items())
+
+
 def _backwards(ways: Ways) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """All ways at once, one arc back per round: matrices [start, end] of (arc's source, its target, whether there is one)."""
     start, here = np.indices((len(ways.layouts),) * 2)
@@ -240,7 +251,7 @@ def _leg_table(ways: Ways, order: Order, mesh: Mesh, cluster: Cluster, joining: 
     limit_bytes = COMBINED_RESULT_BYTES.get(cluster.device.platform)
     entry_of: dict[tuple[float, float, Curve | SharedLatency | None, float], int] = {(0.0, 0.0, None, 0.0): 0}
     arc_entry = np.zeros((len(ways.layouts),) * 2, dtype=np.int32)
-    for (source, target), move in ways.arcs.items():
+    for (source, target), move in _arcs(ways, sum_scatter_of(cluster)):
         if (kind := COLLECTIVE_OF_MOVE.get(move.kind)) is None:
             continue
         group_size, cost = axes_cost(kind, move.axes, mesh, cluster)

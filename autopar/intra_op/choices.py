@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from autopar.cluster import Cluster, Mesh
-from autopar.cost_model.collectives import Collective, axes_cost, wire_bytes
+from autopar.cost_model.collectives import Collective, axes_cost, sum_scatter_of, wire_bytes
 from autopar.cost_model.kernels import kernel_cost
 from autopar.cost_model.reshard import reshard_table
 from autopar.cost_model.roofline import PRODUCTS, operator_seconds
@@ -30,7 +30,7 @@ from autopar.graph.ir import FactorKind, Rule
 from autopar.intra_op.alike import ClassEdge, Quotient
 from autopar.intra_op.model import narrowed_costs
 from autopar.intra_op.problem import End, OperatorNode, Port, Problem, ValueNode
-from autopar.plan import Axes, Layout, Strategy
+from autopar.plan import Axes, Layout, Strategy, SumScatter
 from autopar.schedule.reshard import dividing, layouts_of, local_shape, replicated, shares
 from autopar.schedule.wire import wire_itemsize_bytes
 
@@ -50,6 +50,8 @@ class Choices:
     node_seconds: list[np.ndarray]
     edge_seconds: dict[tuple[int, int], np.ndarray]
     """(class, class) with the first smaller → matrix of seconds; edges inside a class are in ``node_seconds``."""
+    sum_scatter: SumScatter
+    """On which the prices of reshards are based."""
 
     def renamed(self, names: Mapping[str, str]) -> Choices:
         """The same choices on the same devices with other names for the axes."""
@@ -78,7 +80,8 @@ class Choices:
     def narrowed(self, kept: Sequence[np.ndarray]) -> Choices:
         """The same choices with only some options (positions, ascending) of every class."""
         options: list[Any] = [[one[k] for k in left] for one, left in zip(self.options, kept, strict=True)]
-        return Choices(self.mesh, options, *narrowed_costs(self.node_seconds, self.edge_seconds, kept))
+        nodes, edges = narrowed_costs(self.node_seconds, self.edge_seconds, kept)
+        return replace(self, options=options, node_seconds=nodes, edge_seconds=edges)
 
 
 def choices_on(
@@ -101,7 +104,7 @@ def choices_on(
             options.append(strategies)
             work = [kernel_cost(node.kernel, strategy, mesh, cluster).seconds for strategy in strategies]
             seconds.append(np.array(work) * (node.trips * len(members)))
-    choices = Choices(mesh, options, seconds, {})
+    choices = Choices(mesh, options, seconds, {}, sum_scatter_of(cluster))
     waiting = _after_work(cluster, _work_between_products(problem, quotient, seconds))
     for number, members in enumerate(quotient.members):
         node = problem.nodes[members[0]]

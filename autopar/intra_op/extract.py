@@ -35,7 +35,7 @@ def stage_of(graph: Graph, problem: Problem, quotient: Quotient, choices: Choice
                 if carried:
                     factors[carried[0]] = axes
             strategies[operator.id] = Strategy(tuple(factors))
-    return Stage(choices.mesh, _layouts(homes), _layouts(copies), strategies)
+    return Stage(choices.mesh, _layouts(homes), _layouts(copies), strategies, sum_scatter=choices.sum_scatter)
 
 
 def _guarding(operator: Operator, homes: dict[int, Layout]) -> Strategy:

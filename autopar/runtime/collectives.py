@@ -17,9 +17,9 @@ from jax import numpy as jnp
 from autopar.cluster import Mesh
 from autopar.errors import PlanError
 from autopar.plan import Axes, Layout
-from autopar.schedule.reshard import Move, MoveKind
+from autopar.schedule.reshard import SCATTERS, Move, MoveKind
 
-_OF_SUMMANDS = (MoveKind.ALL_REDUCE, MoveKind.REDUCE_SCATTER, MoveKind.MASK)
+_OF_SUMMANDS = frozenset((MoveKind.ALL_REDUCE, MoveKind.MASK)) | SCATTERS
 
 
 def apply_moves(x: jax.Array, moves: tuple[Move, ...], mesh: Mesh) -> jax.Array:
@@ -84,6 +84,8 @@ def _apply(x: jax.Array, move: Move, mesh: Mesh) -> jax.Array:
             return lax.platform_dependent(
                 x, cpu=partial(_scattered_in_order, move=move), default=partial(_scattered, move=move)
             )
+        case MoveKind.EXCHANGE_SUM:
+            return _exchanged(x, move, _piece_extent(x, move.dim, pieces, move))
         case MoveKind.ALL_TO_ALL:
             _piece_extent(x, move.to_dim, pieces, move)
             # XLA:CPU else merges a transposition into it and refuses its own result.
@@ -107,8 +109,20 @@ def _scattered_in_order(x: jax.Array, move: Move) -> jax.Array:
     before, after = x.shape[: move.dim], x.shape[move.dim :]
     turned = x.reshape(math.prod(before), math.prod(after)).T.reshape(*after, *before)
     piece = lax.psum_scatter(turned, move.axes, scatter_dimension=0, tiled=True)
-    extent = piece.shape[0]
-    return piece.reshape(-1, math.prod(before)).T.reshape(*before, extent, *after[1:])
+    return _turned_back(piece, before, after[1:])
+
+
+def _exchanged(x: jax.Array, move: Move, extent: int) -> jax.Array:
+    """The same by hand: every device sends to each other one the piece that is kept there, and adds up what it gets."""
+    before, after = x.shape[: move.dim], x.shape[move.dim :]
+    turned = x.reshape(math.prod(before), math.prod(after)).T.reshape(-1, extent, *after[1:], *before)
+    got = lax.all_to_all(lax.optimization_barrier(turned), move.axes, split_axis=0, concat_axis=0, tiled=True)
+    return _turned_back(jnp.sum(got, axis=0, dtype=x.dtype), before, after[1:])
+
+
+def _turned_back(piece: jax.Array, before: tuple[int, ...], behind: tuple[int, ...]) -> jax.Array:
+    """A piece [extent, *behind, *before] as [*before, extent, *behind]."""
+    return piece.reshape(-1, math.prod(before)).T.reshape(*before, piece.shape[0], *behind)
 
 
 def _piece_extent(x: jax.Array, dim: int, pieces: int, move: Move) -> int:

@@ -16,14 +16,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 
 import numpy as np
 
 from autopar.cluster import Mesh
-from autopar.plan import Axes, Layout
+from autopar.plan import Axes, Layout, SumScatter
 
 
 class MoveKind(Enum):
@@ -33,6 +33,7 @@ class MoveKind(Enum):
     * ``ALL_GATHER``      dimension ``dim``, cut by … + ``axes`` (the minor-most) → no longer cut by ``axes``
     * ``ALL_REDUCE``      partial over ``axes`` → copies
     * ``REDUCE_SCATTER``  partial over ``axes`` → dimension ``dim`` cut by ``axes`` (as its new minor-most)
+    * ``EXCHANGE_SUM``    the same as a reduce-scatter, in two: pieces go to who keeps them, who adds them up
     * ``ALL_TO_ALL``      ``axes`` leave dimension ``dim`` (where they are the minor-most) and become the minor-most
                           of dimension ``to_dim``
     * ``MASK``            copies on ``axes`` → partial over ``axes``: the first device along them keeps the value, the
@@ -43,6 +44,7 @@ class MoveKind(Enum):
     ALL_GATHER = "all-gather"
     ALL_REDUCE = "all-reduce"
     REDUCE_SCATTER = "reduce-scatter"
+    EXCHANGE_SUM = "all-to-all and sum"
     ALL_TO_ALL = "all-to-all"
     MASK = "mask"
 
@@ -56,6 +58,11 @@ class Move:
     dim: int = -1
     to_dim: int = -1
 
+
+SCATTERS = frozenset((MoveKind.REDUCE_SCATTER, MoveKind.EXCHANGE_SUM))
+"""Kinds that end a partial sum with a piece on each device."""
+
+_KIND_OF_SCATTER = {SumScatter.COLLECTIVE: MoveKind.REDUCE_SCATTER, SumScatter.EXCHANGE: MoveKind.EXCHANGE_SUM}
 
 PER_ARC_WEIGHT = 1e-6
 """Weight of a collective beyond its bytes, in shares of the array; it only breaks ties."""
@@ -145,8 +152,16 @@ class Ways:
 
 
 def moves_between(shape: tuple[int, ...], source: Layout, target: Layout, mesh: Mesh) -> tuple[Move, ...]:
-    """The cheapest list of moves from ``source`` to ``target`` for an array of ``shape``; there is always one."""
+    """The cheapest list of moves from ``source`` to ``target`` for an array of ``shape``; there is always one.
+
+    Sums are scattered by reduce-scatters; :func:`scattered` says what it is on a mesh that does so otherwise.
+    """
     return () if source == target else ways_between(shape, mesh).moves(source, target)
+
+
+def scattered(move: Move, scatter: SumScatter) -> Move:
+    """The move as a mesh makes it that scatters sums in that way."""
+    return replace(move, kind=_KIND_OF_SCATTER[scatter]) if move.kind is MoveKind.REDUCE_SCATTER else move
 
 
 def ways_between(shape: tuple[int, ...], mesh: Mesh) -> Ways:
@@ -254,6 +269,6 @@ def after_move(layout: Layout, move: Move, mesh: Mesh) -> Layout:
         partial = tuple(name for name in mesh.axis_names if name in partial or name in move.axes)
     else:
         partial = tuple(name for name in partial if name not in move.axes)
-        if move.kind is MoveKind.REDUCE_SCATTER:
+        if move.kind in SCATTERS:
             dims[move.dim] = dims[move.dim] + move.axes
     return Layout(tuple(dims), partial)

@@ -25,7 +25,16 @@ from autopar.cluster import Mesh
 from autopar.graph.build import BARRIER, LoopKind
 from autopar.graph.ir import FactorKind, Graph, Operator, Phase, Value
 from autopar.plan import Axes, Layout, Stage, Strategy
-from autopar.schedule.reshard import Move, MoveKind, after_move, local_shape, moves_between, replicated, shares
+from autopar.schedule.reshard import (
+    Move,
+    MoveKind,
+    after_move,
+    local_shape,
+    moves_between,
+    replicated,
+    scattered,
+    shares,
+)
 
 FREE_MOVES = (MoveKind.SLICE, MoveKind.MASK)
 
@@ -339,4 +348,5 @@ class _Level:
     def _reshard(self, source: Buffer, target: Buffer, cause: Operator | None) -> None:
         shape = self._values[source.value].shape
         moves = moves_between(shape, source.layout, target.layout, self._stage.mesh)
-        self.steps.append(Reshard(source, target, moves, cause))
+        made = tuple(scattered(move, self._stage.sum_scatter) for move in moves)
+        self.steps.append(Reshard(source, target, made, cause))

@@ -21,7 +21,7 @@ from autopar.graph.build import BARRIER, LoopKind
 from autopar.graph.ir import FactorKind, Operator, Value
 from autopar.graph.zeros import is_zero_literal
 from autopar.plan import Axes, Layout, Strategy
-from autopar.schedule.reshard import Move, MoveKind, after_move, divides
+from autopar.schedule.reshard import SCATTERS, Move, MoveKind, after_move, divides
 from autopar.schedule.spmd import Buffer, Reshard, Run, SpmdProgram
 
 
@@ -103,7 +103,7 @@ def _may_move(layout: Layout, move: Move) -> bool:
         return False
     if move.kind in (MoveKind.SLICE, MoveKind.MASK):
         return layout.axes.isdisjoint(axes)
-    if move.kind in (MoveKind.ALL_REDUCE, MoveKind.REDUCE_SCATTER):
+    if move.kind is MoveKind.ALL_REDUCE or move.kind in SCATTERS:
         return set(axes) <= set(layout.partial)
     return layout.dims[move.dim][-len(axes) :] == axes and move.dim != move.to_dim
 
