@@ -89,14 +89,14 @@ def waiting_seconds(bench: Bench, group_size: int, work_sides: tuple[int, ...]) 
 
 
 @dataclass(frozen=True)
-class _Worked:
+class Worked:
     """Of one link of a chain, as long as all devices need for it."""
 
     work_seconds: float
     collective_seconds: float
 
 
-def _worked(bench: Bench, kind: Collective, group_size: int, elements: int, side: int) -> _Worked:
+def _worked(bench: Bench, kind: Collective, group_size: int, elements: int, side: int) -> Worked:
     """Two products of that side, and what a chain of them takes longer with a collective after each link."""
     mesh = bench.mesh(group_size)
     x, work = bench.spread((elements,), mesh), bench.spread((side, side), mesh)
@@ -119,7 +119,7 @@ def _worked(bench: Bench, kind: Collective, group_size: int, elements: int, side
 
     one, all_links = chain(1), chain(WORKED_CHAIN)
     least, most = bench.timer.waiting(lambda: one(x, work), lambda: all_links(x, work))
-    return _Worked(least / WORKED_CHAIN, max((most - least) / (WORKED_CHAIN - 1), LEAST_SECONDS))
+    return Worked(least / WORKED_CHAIN, max((most - least) / (WORKED_CHAIN - 1), LEAST_SECONDS))
 
 
 def _check_count(kind: Collective, length: int, text: str) -> None:

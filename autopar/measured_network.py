@@ -10,6 +10,8 @@ whose trips s are an argument, so it is compiled once, and
 
     seconds of one = (seconds at s = L  −  seconds at s = 1) / (L − 1)
 
+Curves are of collectives after little work, and what a small one takes longer after more of it is measured as *waits*.
+
 All devices take part, in groups of every shape that they can be cut into (:func:`autopar.network.spans_of`).  β of a link is told
 by all-gathers of two sizes among one device of each host, when nobody else uses the cards; α by the smallest all-gather of all.
 """
@@ -32,8 +34,8 @@ from autopar.cluster import Cluster
 from autopar.cores import quota_cores
 from autopar.cost_model.collectives import Collective, wire_bytes
 from autopar.errors import ClusterError
-from autopar.measured_collectives import LINKS
-from autopar.network import Network, Span, SpanCurve, spans_of
+from autopar.measured_collectives import LINKS, WAITING_ELEMENTS, Worked
+from autopar.network import Network, Span, SpanCurve, SpanWait, spans_of
 from autopar.on_ray import fleet_of
 from autopar.profile import Curve, Samples
 from autopar.timing import LEAST_SECONDS, timer_of
@@ -41,22 +43,26 @@ from autopar.timing import LEAST_SECONDS, timer_of
 KINDS = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL)
 LONGEST_SECONDS = 600.0
 """So long hosts may take to measure one kind in groups of one shape."""
-_WORK_SIDE = 64
 _LINK_BYTES = (1 << 20, 1 << 22)
 """That one device of each host gives to the all-gathers by which β is found."""
 
 
 @dataclass(frozen=True)
 class NetworkEffort:
-    """The sizes of collectives (full bytes, see :mod:`autopar.cost_model.collectives`), links of a chain, and its runs."""
+    """The sizes of collectives (full bytes, see :mod:`autopar.cost_model.collectives`), links of a chain, and its runs.
+
+    ``work_sides`` are those of the products between collectives: after the first of them curves are measured, after all of them
+    what a small all-reduce takes longer.
+    """
 
     full_bytes: tuple[int, ...]
     chain: int
     runs: int
+    work_sides: tuple[int, ...] = (64, 192, 320, 512)
 
 
 FULL = NetworkEffort(tuple(1 << power for power in (10, 14, 16, 18, 20, 22)), 6, 5)
-QUICK = NetworkEffort(tuple(1 << power for power in (10, 16, 20)), 4, 3)
+QUICK = NetworkEffort(tuple(1 << power for power in (10, 16, 20)), 4, 3, (64, 384))
 
 
 @dataclass(frozen=True)
@@ -70,8 +76,10 @@ class Asked:
 
 
 _State = tuple[jax.Array, jax.Array]
-Together = Callable[[Asked], Samples]
-"""Has all processes measure, and returns what the first one found."""
+Measure = Callable[[Sequence[Any], Asked], Samples]
+"""What each process does: all devices of the world, host by host, and what is asked."""
+Together = Callable[[Measure, Asked], Samples]
+"""Has all processes do it, and returns what the first one found."""
 
 
 def measure_network(effort: NetworkEffort = FULL, say: Callable[[str], None] = lambda message: None) -> Network:
@@ -82,7 +90,7 @@ def measure_network(effort: NetworkEffort = FULL, say: Callable[[str], None] = l
     devices = sorted(jax.devices(), key=lambda one: (one.process_index, one.id))
     hosts = jax.process_count()
     return _measured(
-        hosts, len(devices) // hosts, devices[0].platform, effort, say, lambda asked: samples(devices, asked)
+        hosts, len(devices) // hosts, devices[0].platform, effort, say, lambda measure, asked: measure(devices, asked)
     )
 
 
@@ -102,9 +110,9 @@ def measure_ray_network(
     fleet = fleet_of(cluster)
     (world,) = fleet.worlds([tuple(range(cluster.num_devices))], cluster.device.platform)
 
-    def together(asked: Asked) -> Samples:
+    def together(measure: Measure, asked: Asked) -> Samples:
         what = f"{asked.kind.value} between hosts to be measured"
-        found: Samples = world.collected(world.call("compute", samples, asked), LONGEST_SECONDS, what)[0]
+        found: Samples = world.collected(world.call("compute", measure, asked), LONGEST_SECONDS, what)[0]
         return found
 
     return _measured(cluster.hosts, cluster.devices_per_host, cluster.device.platform.value, effort, say, together)
@@ -113,6 +121,10 @@ def measure_ray_network(
 def network_rows(network: Network) -> Iterable[tuple[str, str, str]]:
     """(what, seconds of the smallest, rate of the largest) for a table."""
     yield "a link", f"{network.latency_seconds * 1e6:.0f} µs", f"{network.bytes_per_second / 1e6:.1f} MB/s"
+    for wait in network.waits:
+        work, seconds = wait.curve.samples[-1]
+        what = f"waiting among {wait.span.per_host} on each of {wait.span.hosts} hosts"
+        yield what, f"{seconds * 1e6:.0f} µs after {work * 1e3:.0f} ms", ""
     for one in network.collectives:
         sent, seconds = one.curve.samples[-1]
         what = f"{one.kind} among {one.span.per_host} on each of {one.span.hosts} hosts"
@@ -131,11 +143,14 @@ def _measured(
         raise ClusterError("this program is one process; start it on every host, under jax.distributed")
     say("links between hosts")
     bytes_per_second = _bytes_per_second(hosts, effort, together)
-    curves = []
+    curves, waits = [], []
     for span in spans_of(hosts, devices_per_host):
+        say(f"waits among {span.per_host} devices on each of {span.hosts} hosts")
+        asked = Asked(Collective.ALL_REDUCE, span, devices_per_host, effort)
+        waits.append(SpanWait(span, Curve(together(waiting_samples, asked))))
         for kind in KINDS:
             say(f"{kind.value} among {span.per_host} devices on each of {span.hosts} hosts")
-            curve = Curve(together(Asked(kind, span, devices_per_host, effort)))
+            curve = Curve(together(samples, Asked(kind, span, devices_per_host, effort)))
             curves.append(SpanCurve(kind.value, span, curve))
     network = Network(
         jax_version=jax.__version__,
@@ -145,13 +160,14 @@ def _measured(
         latency_seconds=0.0,
         bytes_per_second=bytes_per_second,
         collectives=tuple(curves),
+        waits=tuple(waits),
     )
     return _with_latency(network, Span(hosts, 1))
 
 
 def _bytes_per_second(hosts: int, effort: NetworkEffort, together: Together) -> float:
     sizes = NetworkEffort(tuple(hosts * given for given in _LINK_BYTES), effort.chain, effort.runs)
-    (small, soon), (large, late) = together(Asked(Collective.ALL_GATHER, Span(hosts, 1), 1, sizes))
+    (small, soon), (large, late) = together(samples, Asked(Collective.ALL_GATHER, Span(hosts, 1), 1, sizes))
     return (large - small) / max(late - soon, LEAST_SECONDS)
 
 
@@ -177,8 +193,17 @@ def samples(devices: Sequence[Any], asked: Asked) -> Samples:
         held_bytes = size_bytes // (size if is_gather else 1)
         elements = max(held_bytes // 4 // size, 1) * size
         sent = wire_bytes(asked.kind, 4.0 * elements * (size if is_gather else 1), size)
-        found[sent] = _seconds(mesh, asked, elements)
+        found[sent] = _worked(mesh, asked, elements, asked.effort.work_sides[0]).collective_seconds
     return tuple(sorted(found.items()))
+
+
+def waiting_samples(devices: Sequence[Any], asked: Asked) -> Samples:
+    """(seconds of work, seconds that a small collective takes longer after it than after the least)."""
+    mesh = _mesh(devices, asked)
+    found = [_worked(mesh, asked, WAITING_ELEMENTS, side) for side in asked.effort.work_sides]
+    least = found[0].collective_seconds
+    waits = {one.work_seconds: max(one.collective_seconds - least, LEAST_SECONDS) for one in found}
+    return tuple(sorted(waits.items()))
 
 
 def _mesh(devices: Sequence[Any], asked: Asked) -> Mesh:
@@ -190,8 +215,8 @@ def _mesh(devices: Sequence[Any], asked: Asked) -> Mesh:
     return Mesh(grouped.reshape(-1, span.group_size), ("other", "group"), axis_types=(AxisType.Auto,) * 2)
 
 
-def _seconds(mesh: Mesh, asked: Asked, elements: int) -> float:
-    """Of one collective to which each device brings so many float32."""
+def _worked(mesh: Mesh, asked: Asked, elements: int, side: int) -> Worked:
+    """A link of a chain: two products of matrices of that side, and a collective to which each device brings so many float32."""
     link, size, length = LINKS[asked.kind], asked.span.group_size, asked.effort.chain
 
     def program(sends: jax.Array, value: jax.Array, weights: jax.Array) -> _State:
@@ -210,12 +235,12 @@ def _seconds(mesh: Mesh, asked: Asked, elements: int) -> float:
     local = jax.shard_map(
         program, mesh=mesh, in_specs=(PartitionSpec(), SPEC, SPEC), out_specs=(SPEC, SPEC), check_vma=False
     )
-    value, weights = _zeros(mesh, elements), _zeros(mesh, _WORK_SIDE, _WORK_SIDE)
+    value, weights = _zeros(mesh, elements), _zeros(mesh, side, side)
     counts = [_placed(mesh, np.int32(count), PartitionSpec()) for count in (1, length)]
     compiled = jax.jit(local).lower(counts[0], value, weights).compile()
     one, many = (lambda count=count: compiled(count, value, weights) for count in counts)
     least, most = timer_of(0.0, asked.effort.runs, quota_cores()).waiting(one, many)
-    return max((most - least) / (length - 1), LEAST_SECONDS)
+    return Worked(least / length, max((most - least) / (length - 1), LEAST_SECONDS))
 
 
 def _zeros(mesh: Mesh, *shape: int) -> jax.Array:

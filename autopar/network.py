@@ -3,6 +3,10 @@
 A network holds the α and β of a link between two hosts (:mod:`autopar.cluster`), and for collectives that span hosts curves
 
     seconds   by kind, hosts of a group, and its members on each of them   of the bytes that one device sends (wire bytes)
+    waits     by the same of a group                                       of the seconds of work since the collective before
+
+(what a collective takes longer after more work: hosts do not end it together, least of all those with a ration of processor time,
+which are stopped now and then, each at another moment).
 
 Each was measured in a world of processes, one on each host, while all devices of the hosts were at it: a group with one member on
 a host shares the host's card with those of the host's other devices.  So a curve holds everything that α and β do not
@@ -18,7 +22,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -58,6 +62,14 @@ class SpanCurve:
 
 
 @dataclass(frozen=True)
+class SpanWait:
+    """What collectives in groups of one shape take longer after so many seconds of work (amounts) than after little of it."""
+
+    span: Span
+    curve: Curve
+
+
+@dataclass(frozen=True)
 class Network:
     """Everything measured between hosts with ``devices_per_host`` devices each; ``measured_at`` is ISO 8601.
 
@@ -71,15 +83,15 @@ class Network:
     latency_seconds: float
     bytes_per_second: float
     collectives: tuple[SpanCurve, ...]
+    waits: tuple[SpanWait, ...] = ()
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.latency_seconds) and self.latency_seconds >= 0):
             raise ClusterError(f"latency_seconds is {self.latency_seconds!r}; give a finite number of zero or more")
         if not (math.isfinite(self.bytes_per_second) and self.bytes_per_second > 0):
             raise ClusterError(f"bytes_per_second is {self.bytes_per_second!r}; give a finite number above zero")
-        keys = [(one.kind, one.span) for one in self.collectives]
-        if twice := [number for number, key in enumerate(keys) if key in keys[:number]]:
-            raise ClusterError(f"collectives[{twice[0]}] is there twice; keep one of them")
+        _refuse_twice("collectives", [(one.kind, one.span) for one in self.collectives])
+        _refuse_twice("waits", [one.span for one in self.waits])
 
     def __hash__(self) -> int:
         return hash((self.measured_at, self.platform, self.devices_per_host, self.bytes_per_second))
@@ -87,6 +99,15 @@ class Network:
     def collective(self, kind: str, span: Span) -> Curve | None:
         """The curve over wire bytes of groups of that shape; None if these were not measured."""
         return self._curves.get((kind, span))
+
+    def waiting(self, span: Span) -> Callable[[float], float] | None:
+        """Seconds of work → seconds that a collective after it takes longer; None if that was not measured of such groups.
+
+        After more work than was measured it is as after the most.
+        """
+        if (curve := self._waits.get(span)) is None:
+            return None
+        return lambda work_seconds: curve.at(min(work_seconds, curve.samples[-1][0]))
 
     @cached_property
     def exchange_ratio(self) -> float:
@@ -108,6 +129,15 @@ class Network:
     @cached_property
     def _curves(self) -> dict[tuple[str, Span], Curve]:
         return {(one.kind, one.span): one.curve for one in self.collectives}
+
+    @cached_property
+    def _waits(self) -> dict[Span, Curve]:
+        return {one.span: one.curve for one in self.waits}
+
+
+def _refuse_twice(what: str, keys: Sequence[object]) -> None:
+    if twice := [number for number, key in enumerate(keys) if key in keys[:number]]:
+        raise ClusterError(f"{what}[{twice[0]}] is there twice; keep one of them")
 
 
 def spans_of(hosts: int, devices_per_host: int) -> list[Span]:

@@ -17,8 +17,8 @@ from msgspec import Meta, Struct
 
 from autopar.errors import ClusterError
 from autopar.files import Header, write_atomically
-from autopar.network import Network, Span, SpanCurve
-from autopar.profile import Curve
+from autopar.network import Network, Span, SpanCurve, SpanWait
+from autopar.profile import Curve, Samples
 from autopar.profile_file import KINDS
 
 FILE_FORMAT = "autopar-network"
@@ -37,6 +37,12 @@ class _Collective(Struct, forbid_unknown_fields=True):
     samples: _Samples
 
 
+class _Wait(Struct, forbid_unknown_fields=True):
+    hosts: Annotated[int, Meta(ge=2)]
+    per_host: _Count
+    samples: _Samples
+
+
 class _Network(Struct, forbid_unknown_fields=True, kw_only=True):
     jax_version: str
     platform: str
@@ -45,6 +51,7 @@ class _Network(Struct, forbid_unknown_fields=True, kw_only=True):
     latency_seconds: Annotated[float, Meta(ge=0)]
     bytes_per_second: _Positive
     collectives: tuple[_Collective, ...]
+    waits: tuple[_Wait, ...] = ()
 
 
 class _File(Struct, forbid_unknown_fields=True):
@@ -65,6 +72,7 @@ def save_network(network: Network, path: str | Path) -> None:
         collectives=tuple(
             _Collective(one.kind, one.span.hosts, one.span.per_host, one.curve.samples) for one in network.collectives
         ),
+        waits=tuple(_Wait(one.span.hosts, one.span.per_host, one.curve.samples) for one in network.waits),
     )
     data = msgspec.json.encode(_File(FILE_FORMAT, FILE_VERSION, stored))
     try:
@@ -113,6 +121,10 @@ def _network(path: str | Path, stored: _Network) -> Network:
             latency_seconds=stored.latency_seconds,
             bytes_per_second=stored.bytes_per_second,
             collectives=tuple(_span_curve(number, one) for number, one in enumerate(stored.collectives)),
+            waits=tuple(
+                SpanWait(Span(one.hosts, one.per_host), _curve(f"waits[{number}]", one.samples))
+                for number, one in enumerate(stored.waits)
+            ),
         )
     except ClusterError as error:
         raise ClusterError(f"{path}: $.network.{error}; {_ADVICE}") from error
@@ -121,7 +133,12 @@ def _network(path: str | Path, stored: _Network) -> Network:
 def _span_curve(number: int, stored: _Collective) -> SpanCurve:
     if stored.kind not in KINDS:
         raise ClusterError(f"collectives[{number}].kind is {stored.kind!r}, not one of {', '.join(KINDS)}")
+    place = f"collectives[{number}]"
+    return SpanCurve(stored.kind, Span(stored.hosts, stored.per_host), _curve(place, stored.samples))
+
+
+def _curve(place: str, samples: Samples) -> Curve:
     try:
-        return SpanCurve(stored.kind, Span(stored.hosts, stored.per_host), Curve(stored.samples))
+        return Curve(samples)
     except ClusterError as error:
-        raise ClusterError(f"collectives[{number}].samples: {error}") from error
+        raise ClusterError(f"{place}.samples: {error}") from error

@@ -351,7 +351,7 @@ class Profile:
 
     def after(self, work_seconds: float) -> Profile:
         """The same for collectives that all stand so much work apart, the waiting in their curves."""
-        return replace(self, work_between_seconds=work_seconds) if self.waits else self
+        return replace(self, work_between_seconds=work_seconds)
 
     @cached_property
     def in_world(self) -> Profile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -14,16 +15,23 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh as JaxMesh
 
+import autopar
 from autopar import measured_network
 from autopar.cli import OK, main
 from autopar.cluster import Cluster, Link, Mesh
-from autopar.cost_model.collectives import Collective, axes_groups, group_seconds, wire_bytes
+from autopar.cost_model.collectives import Collective, axes_groups, group_seconds, sum_scatter_of, waiting, wire_bytes
+from autopar.cost_model.hlo import read_compiled
+from autopar.cost_model.reshard import copy_seconds, move_seconds, order_of, reshard_table
 from autopar.errors import ClusterError
 from autopar.measured_network import KINDS, Asked, NetworkEffort, measure_ray_network, samples
-from autopar.network import Network, Span, SpanCurve, spans_of
+from autopar.network import Network, Span, SpanCurve, SpanWait, spans_of
 from autopar.network_file import load_network, save_network
+from autopar.plan import Layout, SumScatter
 from autopar.profile import Curve
+from autopar.schedule.reshard import Move, MoveKind, after_move, moves_between, scattered
+from benchmarks.models import build
 from tests.test_profile import profile_of
+from tests.toy_runs import eight_slow_devices, parallel, reference
 
 RATE, LATENCY = 2e8, 3e-4
 HOSTS, DEVICES = 4, 2
@@ -41,6 +49,23 @@ def network_of(**changes: Any) -> Network:
     )
     made = Network("0.0", "cpu", DEVICES, "2026-01-31T12:00:00+00:00", LATENCY, RATE, curves)
     return dataclasses.replace(made, **changes)
+
+
+def exchanging(cluster: Cluster, hosts: int, devices_per_host: int, slower: float) -> Cluster:
+    """Hosts between which all-to-alls were measured to take so many times as long as all other collectives of as many bytes."""
+    curves = tuple(
+        SpanCurve(
+            kind.value,
+            span,
+            Curve(
+                tuple((sent, (slower if kind is Collective.ALL_TO_ALL else 1.0) * sent / 1e7) for sent in (1.0, 1e6))
+            ),
+        )
+        for kind in KINDS
+        for span in spans_of(hosts, devices_per_host)
+    )
+    network = Network("0.0", cluster.device.platform.value, devices_per_host, "2026-01-31", 1e-6, 1e7, curves)
+    return cluster.replace(hosts=hosts, devices_per_host=devices_per_host).with_network(network)
 
 
 def hosts_of(count: int = HOSTS, **changes: Any) -> Cluster:
@@ -103,10 +128,55 @@ def test_the_link_is_the_measured_one() -> None:
     assert cluster.hosts == HOSTS and cluster.network == network_of()
 
 
+WAIT = Curve(((1e-4, 1e-9), (1e-3, 2e-3), (1e-2, 5e-3)))
+HALVES = ((0, 2), (1, 3))
+
+
+def test_hosts_are_waited_for_as_was_measured_between_them() -> None:
+    waits = (SpanWait(Span(2, 1), WAIT),)
+    network = network_of(waits=waits)
+    cluster = hosts_of().with_network(network)
+    for work in (0.0, 1e-4, 5e-4, 1e-2, 1.0):
+        assert waiting(HALVES, cluster)(work) == pytest.approx(WAIT.at(min(work, 1e-2)))
+        assert waiting(((0, 1),), cluster)(work) == 0.0  # within a host, of which no profile is there
+        assert waiting(((0, 2, 4, 6),), cluster)(work) == 0.0
+    profile = profile_of(DEVICES)
+    with_both = cluster.with_profile(profile)
+    assert waiting(HALVES, with_both)(1e-2) == WAIT.at(1e-2)
+    assert waiting(((0, 1),), with_both)(1e-2) == profile.waiting_seconds(2, 1e-2)
+    assert waiting(((0, 2, 4, 6),), with_both)(1e-2) == profile.waiting_seconds(4, 1e-2)
+    soon, late = (
+        group_seconds(Collective.ALL_GATHER, 1e5, HALVES, cluster.with_profile(one))
+        for one in (profile, profile.after(1e-3))
+    )
+    assert late - soon == pytest.approx(WAIT.at(1e-3))
+    with pytest.raises(ClusterError, match=r"waits\[1\] is there twice"):
+        network_of(waits=waits * 2)
+
+
+def test_a_plan_is_foretold_with_what_hosts_wait_for_each_other() -> None:
+    """Of a compiled program as well: the two readers agree."""
+    model = build("mlp_nnx")
+    arguments = model.abstract_state(), model.abstract_batch()
+    profile = profile_of(2, waits=())
+    quiet = hosts_of(device=eight_slow_devices().device).with_network(network_of()).with_profile(profile)
+    little = Curve(((1e-6, 1e-9), (1e-4, 3e-5), (1e-2, 1e-4)))  # so little that the plan stays the same
+    waits = tuple(SpanWait(span, little) for span in spans_of(HOSTS, DEVICES))
+    restless = quiet.with_network(network_of(waits=waits))
+    step = autopar.parallelize(model.train_step, method="data_parallel", mesh_shape=(8,))
+    plans = [step.plan(*arguments, cluster=cluster) for cluster in (quiet, restless)]
+    assert plans[0].stages == plans[1].stages
+    calm, waited = (plan.prediction.communication_seconds for plan in plans)
+    assert waited > calm + 1e-4
+    read = [read_compiled(step.compile(*arguments, cluster=cluster), cluster) for cluster in (quiet, restless)]
+    calm_read, waited_read = (one.cost.communication_seconds for one in read)
+    assert waited_read - calm_read == pytest.approx(waited - calm, rel=0.25)
+
+
 def test_waiting_for_devices_that_work_comes_on_top() -> None:
     profile = profile_of(DEVICES)
     cluster = hosts_of().with_network(network_of()).with_profile(profile)
-    groups = ((0, 2), (1, 3))
+    groups = HALVES
     soon = group_seconds(Collective.ALL_GATHER, 1e5, groups, cluster)
     assert soon == pytest.approx(
         _curve(Collective.ALL_GATHER, Span(2, 1)).at(wire_bytes(Collective.ALL_GATHER, 1e5, 2))
@@ -122,12 +192,83 @@ def test_the_network_of_other_hosts_is_refused(changes: dict[str, Any]) -> None:
         hosts_of().with_network(network_of(**changes))
 
 
+# ------------------------------------------------------------------------------------------------- sums that are exchanged
+
+
+def test_sums_are_exchanged_where_that_was_measured_to_be_faster() -> None:
+    local = Cluster.local(profile=None)
+    slower, faster = (exchanging(local, 4, 2, times) for times in (2.0, 0.5))
+    assert (faster.network.exchange_ratio, slower.network.exchange_ratio) == pytest.approx((0.5, 2.0))
+    assert sum_scatter_of(faster) is SumScatter.EXCHANGE
+    assert sum_scatter_of(slower) is SumScatter.COLLECTIVE
+    assert sum_scatter_of(faster.part((0, 1))) is SumScatter.COLLECTIVE  # within a host
+    assert sum_scatter_of(faster.replace(network=None)) is SumScatter.COLLECTIVE
+    assert network_of(collectives=network_of().collectives[:1]).exchange_ratio == 1.0
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_sum_by_hand_costs_an_exchange_and_its_additions(dim: int) -> None:
+    cluster = exchanging(Cluster.local(profile=None), 4, 2, 0.5)
+    mesh, size = Mesh(("data",), (8,)), 1e6
+    move = Move(MoveKind.EXCHANGE_SUM, ("data",), dim)
+    layout = Layout(((), ()), ("data",))
+    sent = wire_bytes(Collective.ALL_TO_ALL, size, 8)
+    assert move_seconds(move, layout, size, mesh, cluster) == pytest.approx(0.5 * sent / 1e7)
+    added = size * (1 + 1 / 8) / cluster.per_device_memory_bytes_per_second
+    turned = 2 * size / cluster.per_device_turned_bytes_per_second if dim else 0.0
+    order = order_of((512, 512))
+    assert copy_seconds(move, layout, size, mesh, cluster, order) == pytest.approx(added + turned)
+    assert copy_seconds(move, layout, size, mesh, cluster, order_of((512, 512), dim)) == pytest.approx(added)
+    for scatter, cluster_of_it in (
+        (SumScatter.EXCHANGE, cluster),
+        (SumScatter.COLLECTIVE, cluster.replace(network=None)),
+    ):
+        shape = (512, 512)
+        (way,) = moves_between(shape, layout, after_move(layout, move, mesh), mesh)
+        one = scattered(way, scatter)
+        took = move_seconds(one, layout, size, mesh, cluster_of_it)
+        took += copy_seconds(one, layout, size, mesh, cluster_of_it, order)
+        table = reshard_table(shape, mesh, cluster_of_it)
+        ((priced,),) = table.between([layout], [after_move(layout, move, mesh)], size)
+        assert priced == pytest.approx(took)
+
+
+def test_a_plan_with_exchanged_sums_equals_jit() -> None:
+    cluster = exchanging(eight_slow_devices(), 4, 2, 0.1)
+    found, plan = parallel("mlp_nnx", np.float64, "zero2", cluster, 3)
+    wanted = reference("mlp_nnx", np.float64, 3)
+    assert plan.stages[0].sum_scatter is SumScatter.EXCHANGE
+    kinds = {use.kind for use in plan.prediction.collectives}
+    assert "all-to-all" in kinds and "reduce-scatter" not in kinds
+    for path, leaf in wanted.state.items():
+        np.testing.assert_allclose(found.state[path], leaf, rtol=1e-12, atol=1e-12 * np.abs(leaf).max())
+
+
+@pytest.mark.usefixtures("users_fusions")
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("mlp_nnx", "zero2")]
+    + [
+        pytest.param(*row, marks=pytest.mark.verify)
+        for row in itertools.product(("gpt", "llama_nnx"), ("zero2", "zero3"))
+    ],
+)
+def test_it_compiles_to_what_it_says(name: str, method: str) -> None:
+    model = build(name)
+    arguments = model.abstract_state(), model.abstract_batch()
+    cluster = exchanging(eight_slow_devices(), 4, 2, 0.1)
+    found = autopar.verify_plan(model.train_step, *arguments, cluster=cluster, method=method)
+    assert found.agrees, str(found)
+
+
 # ----------------------------------------------------------------------------------------------------------------- data
 
 
 def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
-    save_network(network_of(), tmp_path / "network.json")
-    assert load_network(tmp_path / "network.json") == network_of()
+    restless = network_of(waits=(SpanWait(Span(2, 1), WAIT), SpanWait(Span(4, 2), WAIT)))
+    for network in (restless, network_of()):
+        save_network(network, tmp_path / "network.json")
+        assert load_network(tmp_path / "network.json") == network
     assert hosts_of().with_network(tmp_path / "network.json") == hosts_of().with_network(network_of())
 
 
@@ -233,7 +374,7 @@ def test_alone_or_on_no_cluster_there_is_nothing_to_measure() -> None:
 def test_the_command_measures_the_hosts_of_a_ray_cluster(
     cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measured_network, "QUICK", NetworkEffort((1 << 10, 1 << 12), 2, 1))
+    monkeypatch.setattr(measured_network, "QUICK", NetworkEffort((1 << 10, 1 << 12), 2, 1, (8, 16)))
     path = tmp_path / "network.json"
     hosts, devices = cluster.hosts, cluster.devices_per_host
     options = ["--hosts", str(hosts), "--devices", str(devices), "--quick", "--out", str(path)]
@@ -243,5 +384,7 @@ def test_the_command_measures_the_hosts_of_a_ray_cluster(
     assert [(one.span, one.kind) for one in network.collectives] == [
         (span, kind.value) for span in spans_of(hosts, devices) for kind in KINDS
     ]
+    assert [one.span for one in network.waits] == spans_of(hosts, devices)
+    assert all(len(one.curve.samples) == 2 for one in network.waits)
     assert "a link" in capsys.readouterr().out
     assert cluster.with_network(path).network == network

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from jax import numpy as jnp
 
 from autopar.cluster import Cluster, Link, Mesh
-from autopar.cost_model.collectives import Collective
 from autopar.graph.build import build_graph
 from autopar.graph.ir import Graph
 from autopar.graph.roles import infer_roles
@@ -29,13 +28,11 @@ from autopar.intra_op.extract import stage_of
 from autopar.intra_op.ilp import RELATIVE_GAP, solve
 from autopar.intra_op.model import Model
 from autopar.intra_op.problem import Edge, Problem, ValueNode, gathering_carries, state_problem
-from autopar.measured_network import KINDS
-from autopar.network import Network, SpanCurve, spans_of
 from autopar.plan import Layout, Strategy
-from autopar.profile import Curve
 from autopar.schedule.spmd import Reshard, lower, output_layouts
 from examples.gpt.model import GPTConfig, OptimizerConfig, create_state, train_step
 from tests.enumerator import TooManyPlansError, cheapest_plan_seconds
+from tests.test_network import exchanging
 
 PAIR = Mesh(("data",), (2,))
 SQUARE = Mesh(("data", "model"), (2, 2))
@@ -160,27 +157,7 @@ def check_program(program: Program, cluster: Cluster, mesh: Mesh) -> None:
         check(graph, pairs, PAIR, cluster)
 
 
-EXCHANGING = st.sampled_from([0.1, 10.0]).map(lambda slower: two_hosts(cluster_of(1.0, 1e-6), slower))
-
-
-def two_hosts(cluster: Cluster, exchange_slower: float) -> Cluster:
-    """Of two devices, between which all-to-alls were measured to take so many times as long as everything else."""
-    curves = tuple(
-        SpanCurve(
-            kind.value,
-            span,
-            Curve(
-                tuple(
-                    (sent, (exchange_slower if kind is Collective.ALL_TO_ALL else 1.0) * sent / 1e7)
-                    for sent in (1.0, 1e6)
-                )
-            ),
-        )
-        for kind in KINDS
-        for span in spans_of(2, 2)
-    )
-    network = Network("0.0", cluster.device.platform.value, 2, "2026-01-31T12:00:00+00:00", 1e-6, 1e7, curves)
-    return cluster.replace(hosts=2, devices_per_host=2).with_network(network)
+EXCHANGING = st.sampled_from([0.1, 10.0]).map(lambda slower: exchanging(cluster_of(1.0, 1e-6), 2, 2, slower))
 
 
 @settings(max_examples=25)

@@ -112,7 +112,14 @@ def test_a_curve_goes_on_at_the_rate_of_its_last_segment() -> None:
 def test_noise_cannot_make_more_work_cheaper() -> None:
     noisy = Curve(((1.0, 5.0), (2.0, 3.0), (4.0, 7.0), (8.0, 6.0)))
     assert [noisy.at(x) for x in (1, 2, 3, 4, 8)] == [4, 4, 5.25, 6.5, 6.5]
-    assert noisy.at(10.0) == 9.0  # the last segment that rises: 4 to 6.5 over 2
+
+
+def test_a_curve_that_ends_flat_goes_on_at_its_last_rate_but_no_faster_than_in_proportion() -> None:
+    slow = Curve(((1.0, 5.0), (3.0, 6.0), (4.0, 6.0)))
+    assert slow.at(6.0) == 7.0  # 5 to 6 over 2
+    jump = Curve(((1.0, 1.0), (2.0, 9.0), (4.0, 8.0)))
+    assert jump.at(4.0) == 8.5
+    assert jump.at(8.0) == 2 * 8.5
 
 
 def test_one_point_that_is_too_high_does_not_raise_all_beyond_it() -> None:

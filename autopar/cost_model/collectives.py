@@ -49,10 +49,10 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 
 from autopar.cluster import Cluster, Link, Mesh, Platform
 from autopar.errors import ClusterError
@@ -61,6 +61,8 @@ from autopar.plan import SumScatter
 from autopar.profile import Curve
 
 Groups = tuple[tuple[int, ...], ...]
+Waiting = Callable[[float], float]
+"""Seconds of work → seconds of waiting."""
 
 
 class Collective(Enum):
@@ -280,24 +282,59 @@ def _measured(kind: Collective, groups: Iterable[tuple[int, ...]], cluster: Clus
     """The price by the cluster's profile or network; None without one, or for what was not measured."""
     hosts = [_by_host(group, cluster) for group in groups]
     if any(len(by_host) > 1 for by_host in hosts):
-        curves = _curves_across_hosts(kind, hosts, cluster)
+        curves = _curves_across_hosts(kind, groups, hosts, cluster)
     else:
         curves = _curves_within_hosts(kind, groups, cluster)
     return None if curves is None else _by_curves(*curves, cluster)
 
 
 def _curves_across_hosts(
-    kind: Collective, hosts: Iterable[dict[int, list[int]]], cluster: Cluster
+    kind: Collective, groups: Iterable[tuple[int, ...]], hosts: Iterable[dict[int, list[int]]], cluster: Cluster
 ) -> tuple[Curve, Curve] | None:
     """What was measured of groups of that shape, after work and after another, while all devices of the hosts were at it."""
+    if cluster.network is None or (span := _span(hosts, cluster)) is None:
+        return None
+    if (soon := cluster.network.collective(kind.value, span)) is None:
+        return None
+    between = 0.0 if cluster.profile is None else cluster.profile.work_between_seconds
+    return soon.raised(waiting(groups, cluster)(between) if between else 0.0), soon
+
+
+def _span(hosts: Iterable[dict[int, list[int]]], cluster: Cluster) -> Span | None:
+    """The shape of all groups, if they have the same, span hosts, and lie as those that were measured."""
     network = cluster.network
     shapes = {(len(by_host), len(members)) for by_host in hosts for members in by_host.values()}
-    if network is None or cluster.host_links or len(shapes) > 1 or cluster.devices_per_host != network.devices_per_host:
+    if (
+        network is None
+        or len(shapes) != 1
+        or cluster.host_links
+        or cluster.devices_per_host != network.devices_per_host
+    ):
         return None
-    span = Span(*shapes.pop())
-    if (soon := network.collective(kind.value, span)) is None:
-        return None
-    return (soon if cluster.profile is None else cluster.profile.after_work(soon, span.group_size)), soon
+    ((count, per_host),) = shapes
+    return Span(count, per_host) if count > 1 else None
+
+
+def waiting(groups: Iterable[tuple[int, ...]], cluster: Cluster) -> Waiting:
+    """What a collective in such groups (of one size) takes longer after work since the one before it than soon after that.
+
+    By the cluster's network where that knows, else by its profile; nothing without either.
+    """
+    hosts = [_by_host(group, cluster) for group in groups]
+    across = None
+    if cluster.network is not None and (span := _span(hosts, cluster)) is not None:
+        across = cluster.network.waiting(span)
+    if across is not None:
+        return across
+    if cluster.profile is None or not hosts:
+        return lambda work_seconds: 0.0
+    return partial(cluster.profile.waiting_seconds, sum(map(len, hosts[0].values())))
+
+
+@cache
+def axes_waiting(axes: tuple[str, ...], mesh: Mesh, cluster: Cluster) -> Waiting:
+    """The same of a collective over mesh axes."""
+    return waiting(axes_groups(mesh, axes), cluster)
 
 
 def _carried(

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.cluster import Cluster
-from autopar.cost_model.collectives import Collective, merged_seconds, permute_seconds
+from autopar.cost_model.collectives import Collective, Waiting, merged_seconds, permute_seconds, waiting
 from autopar.cost_model.hlo_collectives import (
     HloCollective,
     collectives,
@@ -152,9 +152,7 @@ def step_seconds(module: HloModule, cluster: Cluster, found: Iterable[HloCollect
     wire: dict[Collective, float] = {}
     for collective in ran:
         seconds = _seconds_once(collective, cluster)
-        if cluster.profile is not None:
-            before = worked_seconds.get(collective.name, 0.0)
-            seconds += cluster.profile.waiting_seconds(collective.group_size, before)
+        seconds += _waiting(collective, cluster)(worked_seconds.get(collective.name, 0.0))
         by_kind[collective.kind] = by_kind.get(collective.kind, 0.0) + collective.count * seconds
         wire[collective.kind] = wire.get(collective.kind, 0.0) + collective.wire_bytes
     unpriced = {step.instruction.opcode for step in steps} & _UNPRICED
@@ -200,6 +198,11 @@ def _family(instruction: HloInstruction, computation: HloComputation, module: Hl
         families = (_family(inner, fused, module) for inner in fused.instructions)
         return next((family for family in families if family is not None), None)
     return family_of_convolution(instruction, computation)
+
+
+def _waiting(collective: HloCollective, cluster: Cluster) -> Waiting:
+    """Of its largest groups; the pairs of a permute are groups of two."""
+    return waiting([group for group in collective.groups if len(group) == collective.group_size], cluster)
 
 
 def _seconds_once(collective: HloCollective, cluster: Cluster) -> float:

@@ -15,9 +15,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autopar.cluster import Cluster
+from autopar.cluster import Cluster, Mesh
 from autopar.cost_model.arrays import Arrays, arrays_of
-from autopar.cost_model.collectives import Collective, collective_seconds, wire_bytes
+from autopar.cost_model.collectives import Collective, axes_waiting, collective_seconds, wire_bytes
 from autopar.cost_model.combine import led_by, sent_before
 from autopar.cost_model.hosted import host_seconds
 from autopar.cost_model.kernels import Kernel, kernel_cost
@@ -96,8 +96,8 @@ def collectives_of(
     ``runs`` are what :func:`run_costs` says of the program: collectives wait for devices that work.
     """
     found = []
-    waits = _Waits(cluster, runs)
     mesh = program.mesh
+    waits = _Waits(mesh, cluster, runs)
     platform = cluster.device.platform
     arrays = arrays or arrays_of(program, (), platform.value)
     leader = led_by(program, platform.value, arrays)
@@ -119,7 +119,7 @@ def collectives_of(
                 seconds = move_seconds(move, layout, sent_bytes, mesh, cluster, joins=joins)
                 order = order_of(value.shape, turning.get(value.id))
                 seconds += copy_seconds(move, layout, sent_bytes, mesh, cluster, order)
-                seconds += 0.0 if joins else waits.wait(mesh.axis_size(*move.axes))
+                seconds += 0.0 if joins else waits.wait(move.axes)
                 wire = wire_bytes(kind, full, mesh.axis_size(*move.axes))
                 phase = step.cause.phase if step.cause else Phase.UPDATE
                 origin = f"{step.cause.primitive} at {step.cause.source}" if step.cause else "result of the step"
@@ -143,8 +143,8 @@ def collectives_of(
 class _Waits:
     """How much all devices have worked since the collective before, on the way through a program."""
 
-    def __init__(self, cluster: Cluster, runs: Iterable[RunCost]) -> None:
-        self._profile = cluster.profile
+    def __init__(self, mesh: Mesh, cluster: Cluster, runs: Iterable[RunCost]) -> None:
+        self._mesh, self._cluster = mesh, cluster
         self._runs = iter(runs)
         self._worked_seconds = 0.0
 
@@ -153,10 +153,10 @@ class _Waits:
         if not step.bodies:
             self._worked_seconds += next(self._runs).seconds / trips
 
-    def wait(self, group_size: int) -> float:
-        """Seconds that a collective in groups of that size waits here."""
+    def wait(self, axes: tuple[str, ...]) -> float:
+        """Seconds that a collective over these axes waits here."""
         worked, self._worked_seconds = self._worked_seconds, 0.0
-        return 0.0 if self._profile is None else self._profile.waiting_seconds(group_size, worked)
+        return axes_waiting(axes, self._mesh, self._cluster)(worked)
 
 
 def _extremes(step: Run, program: SpmdProgram, cluster: Cluster, trips: int, waits: _Waits) -> list[CollectiveUse]:
@@ -170,7 +170,7 @@ def _extremes(step: Run, program: SpmdProgram, cluster: Cluster, trips: int, wai
         itemsize_bytes = wire_itemsize_bytes(value, cluster.device.platform, extreme=True)
         full = float(itemsize_bytes * math.prod(local_shape(value.shape, buffer.layout, mesh)))
         seconds = collective_seconds(Collective.ALL_REDUCE, full, axes, mesh, cluster)
-        seconds += waits.wait(mesh.axis_size(*axes))
+        seconds += waits.wait(axes)
         wire = wire_bytes(Collective.ALL_REDUCE, full, mesh.axis_size(*axes))
         origin = f"{step.operator.primitive} at {step.operator.source}"
         found.append(

@@ -131,7 +131,8 @@ def _after_work(cluster: Cluster, seconds: float) -> Cluster:
 
     To a power of two: prices of a collective are kept by cluster.
     """
-    if cluster.profile is None or not cluster.profile.waits or seconds <= 0:
+    network_waits = cluster.network is not None and cluster.network.waits
+    if cluster.profile is None or not (cluster.profile.waits or network_waits) or seconds <= 0:
         return cluster
     return _waiting(cluster, round(math.log2(seconds)))
 
