@@ -160,7 +160,7 @@ def test_a_plan_is_foretold_with_what_hosts_wait_for_each_other() -> None:
     arguments = model.abstract_state(), model.abstract_batch()
     profile = profile_of(2, waits=())
     quiet = hosts_of(device=eight_slow_devices().device).with_network(network_of()).with_profile(profile)
-    little = Curve(((1e-6, 1e-9), (1e-4, 3e-5), (1e-2, 1e-4)))  # so little that the plan stays the same
+    little = Curve(((1e-9, 1e-9), (1e-8, 3e-5), (1.0, 3e-5)))  # so little that the plan stays the same
     waits = tuple(SpanWait(span, little) for span in spans_of(HOSTS, DEVICES))
     restless = quiet.with_network(network_of(waits=waits))
     step = autopar.parallelize(model.train_step, method="data_parallel", mesh_shape=(8,))
