@@ -218,14 +218,20 @@ class _Planner:
         return len(self.subject.graph.operators) > LARGE_OPERATORS
 
     def one_mesh_may_beat(self, seconds: float) -> bool:
-        """Whether a plan without stages may take less than that, in as few microbatches as can fit: more cost more."""
-        count = _hopeful(counts_of(self.subject.roles.batch_size), self.subject, self.cluster, self.demands)[0]
-        try:
-            one = self._forms.microbatched(self.demands.terms(count))
-        except CoupledBatchError:
-            return True
-        task = self._task(one)
-        return may_cost_less(task, seconds, self._forms.ground(one, task.separate))
+        """Whether a plan without stages may take less than that, in as few microbatches as can fit: more cost more.
+
+        The whole batch at once, which costs least of all, is asked about first: its program is there already.
+        """
+        few = _hopeful(counts_of(self.subject.roles.batch_size), self.subject, self.cluster, self.demands)[0]
+        for count in dict.fromkeys((1, few)):
+            try:
+                one = self._forms.microbatched(self.demands.terms(count))
+            except CoupledBatchError:
+                return True
+            task = self._task(one)
+            if not may_cost_less(task, seconds, self._forms.ground(one, task.separate)):
+                return False
+        return True
 
     def on_one_mesh(self) -> tuple[Subjected, Plan, Found]:
         """The fastest plan without stages, in as few microbatches as the memory allows and as is fastest."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -56,6 +57,22 @@ def test_no_other_ends_on_the_same_devices_are_much_better(seed: int, count: int
         for ends in itertools.combinations(range(1, NUM_LAYERS), stages - 1)
     ]
     assert best.bound_seconds <= 1.02 * min(one.bound_seconds for one in others if one is not None)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 8, 64]))
+def test_even_stages_on_equally_many_devices_are_not_missed(seed: int, count: int) -> None:
+    estimates = estimates_of(seed)
+    found = {len(one.ends): one.bound_seconds for one in best_groupings(estimates, count)}
+    for size in (1, 2):
+        stages = HOSTS * DEVICES // size
+        places = [tuple(range(stage * size, (stage + 1) * size)) for stage in range(stages)]
+        each = next(costs for part, costs in estimates.costs.items() if part.num_devices == size)
+        seconds = each.microbatch_seconds(count) + each.once_seconds / count
+        splits = [(*ends, NUM_LAYERS) for ends in itertools.combinations(range(1, NUM_LAYERS), stages - 1)]
+        slowest = {ends: max(seconds[a:b].sum() for a, b in pairwise((0, *ends))) for ends in splits}
+        even = given_grouping(estimates, count, min(slowest, key=slowest.__getitem__), places)
+        assert even is not None and found[stages] <= even.bound_seconds * (1 + 1e-9)
 
 
 def test_few_examples_leave_devices_the_same_work() -> None:

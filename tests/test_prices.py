@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from autopar.cluster import Mesh
-from autopar.inter_op.stages import whole_on
+from autopar.inter_op.part_costs import whole_on
 from autopar.intra_op.search import WORTH_SHARE
 from autopar.intra_op.wide import is_wide
 from tests.toy_pipelines import toy_step
@@ -36,3 +36,13 @@ def test_one_mesh_is_asked_for_alone() -> None:
         one = alone.on(mesh, at)
         assert one is not None and one.stage == known.stage and alone.on(mesh, at) is one
     assert alone.on(Mesh(("data",), (3,)), 0.0) is None
+
+
+@pytest.mark.verify
+def test_what_costs_more_on_every_mesh_is_told_before_it_is_solved() -> None:
+    task = toy_step("gpt", 2).task(eight_slow_devices())
+    best = whole_on(task, task.cluster).by_mesh(0.0)[0].seconds
+    prices = whole_on(task, task.cluster)
+    assert not prices.may_cost_less(best * (1 - 2 * WORTH_SHARE))
+    assert prices.may_cost_less(best * (1 + 2 * WORTH_SHARE))
+    assert best <= prices.cheapest(0.0).seconds <= best * (1 + 2 * WORTH_SHARE)

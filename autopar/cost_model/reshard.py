@@ -111,8 +111,8 @@ class AffineTable:
 
     def between(self, sources: list[Layout], targets: list[Layout], array_bytes: float) -> np.ndarray:
         """Matrix [len(sources), len(targets)] of seconds."""
-        rows, columns = _places(self.index, sources, targets)
-        return self.latency_seconds[rows, columns] + self.seconds_per_byte[rows, columns] * array_bytes
+        per_byte = _between(self.seconds_per_byte, self.index, sources, targets)
+        return _between(self.latency_seconds, self.index, sources, targets) + per_byte * array_bytes
 
 
 @dataclass(frozen=True)
@@ -149,14 +149,13 @@ class LegTable:
             for curve, entries, shares_of_bytes in self.curves:
                 seconds[entries] += curve.at_all(shares_of_bytes * array_bytes)
             self._priced[array_bytes] = seconds
-        rows, columns = _places(self.index, sources, targets)
-        return seconds[self.legs[rows, columns]].sum(axis=-1)
+        return seconds[_between(self.legs, self.index, sources, targets)].sum(axis=-1)
 
 
-def _places(index: dict[Layout, int], sources: list[Layout], targets: list[Layout]) -> tuple[np.ndarray, np.ndarray]:
-    rows = np.array([index[layout] for layout in sources])[:, None]
-    columns = np.array([index[layout] for layout in targets])[None, :]
-    return rows, columns
+def _between(table: np.ndarray, index: dict[Layout, int], sources: list[Layout], targets: list[Layout]) -> np.ndarray:
+    """The rows of the sources, of which the columns of the targets: one after the other takes less than both at once."""
+    rows, columns = ([index[layout] for layout in layouts] for layouts in (sources, targets))
+    return table.take(rows, axis=0).take(columns, axis=1)
 
 
 COMBINED = {

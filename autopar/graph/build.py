@@ -135,7 +135,7 @@ class _Builder:
             equation=equation,
             operands=operands,
             results=results,
-            rule=self._rules.get(id(equation), _opaque(operands, results, values)) if not bodies else Rule((), (), ()),
+            rule=Rule((), (), ()) if bodies else self._rules.get(id(equation)) or _opaque(operands, results, values),
             flops=0.0 if bodies else flops_of(equation),
             bytes_moved=0.0 if bodies else bytes_of(equation),
             phase=phase,

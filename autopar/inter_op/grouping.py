@@ -29,6 +29,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,7 +38,7 @@ from autopar.inter_op.layer_costs import LayerCosts
 from autopar.inter_op.sites import HostOrder, ends_before, last_ends
 
 GUESSES = 24
-"""So many values of the slowest stage's seconds are tried for each number of microbatches."""
+"""So many values of the slowest stage's seconds are tried for each number of microbatches, and those of even stages."""
 
 
 @dataclass(frozen=True)
@@ -190,13 +191,21 @@ class _Tables:
         self._bytes = estimates.crossing_bytes * (first.count / count)
 
     def guesses(self) -> Iterator[float]:
-        """Seconds of the slowest stage, from small to large."""
+        """Seconds of the slowest stage, from small to large; those of even stages on equally many devices are among them."""
         values = np.unique(np.concatenate([t[np.isfinite(t)] for t in self.seconds.values()]))
         floor = min(float(np.diag(t, 1).max()) for t in self.seconds.values())
         values = values[values >= floor * (1 - 1e-9)]
         if len(values) > GUESSES:
             values = values[np.unique(np.geomspace(1, len(values), GUESSES).astype(int) - 1)]
-        yield from map(float, values)
+        yield from sorted({*map(float, values), *self._even()})
+
+    def _even(self) -> Iterator[float]:
+        """Seconds of the slowest stage where all have the same number of devices and are as even as layers allow."""
+        num_devices = self._estimates.order.cluster.num_devices
+        for part, seconds in self.seconds.items():
+            stages = num_devices // part.num_devices
+            if 1 < stages <= self._estimates.most_stages:
+                yield max(float(seconds[run]) for run in pairwise((0, *_even_ends(seconds, stages))))
 
     def crossing_seconds(self, source: Sequence[int], target: Sequence[int]) -> np.ndarray:
         """Of what crosses before each layer from the places of one stage to those of the next."""
@@ -218,16 +227,17 @@ class _Tables:
         found: list[tuple[float, tuple[int, ...], tuple[tuple[int, ...], ...]]] = []
         for last in range(1, self._estimates.most_stages + 1):
             allowed = {part: self._allowed(part, last, guess) for part in self.seconds}
-            picked: dict[int, _Choice] = {}
+            offers: dict[int, list[_Offer]] = {}
             for end, following in before.items():
                 for (next_start, rest), size in itertools.product(following, sizes):
                     start = end - size
                     if (part := order.parts.get((start, size))) is None:
                         continue
-                    after = rest if last == 1 else rest + self._passage(start, end, next_start)
-                    if start not in picked:
-                        picked[start] = _Choice(layers)
-                    picked[start].offer(allowed[part] + after[None, :], size, next_start)
+                    own = offers.setdefault(start, [])
+                    if (seconds := allowed[part]) is not None:
+                        after = rest if last == 1 else rest + self._passage(start, end, next_start)
+                        own.append(_Offer(seconds + after, size, next_start))
+            picked = {start: _best_of(own, layers) for start, own in offers.items()}
             choice.append(picked)
             before = {}
             for start, best in picked.items():
@@ -246,9 +256,10 @@ class _Tables:
     def _passage(self, start: int, end: int, next_start: int) -> np.ndarray:
         return self.crossing_seconds(range(start, end), (next_start,))
 
-    def _allowed(self, part: Cluster, from_end: int, guess: float) -> np.ndarray:
-        is_fast = self.seconds[part] <= guess * (1 + 1e-9)
-        return np.where(is_fast & self.fits(part, from_end), self.seconds[part], np.inf)
+    def _allowed(self, part: Cluster, from_end: int, guess: float) -> np.ndarray | None:
+        """Seconds of all runs, infinite of those that are too slow or too large; None where all are."""
+        is_allowed = (self.seconds[part] <= guess * (1 + 1e-9)) & self.fits(part, from_end)
+        return np.where(is_allowed, self.seconds[part], np.inf) if is_allowed.any() else None
 
     def fits(self, part: Cluster, from_end: int) -> np.ndarray:
         """Of which runs a stage, so many from the last, keeps the budget."""
@@ -257,20 +268,37 @@ class _Tables:
         return held
 
 
-class _Choice:
-    """Owns, for every first layer of a stage that begins at one device, the best of what was offered so far."""
+class _Offer(NamedTuple):
+    """A stage of so many devices before one that starts at ``next_start``.
 
-    def __init__(self, layers: int) -> None:
-        self.seconds = np.full(layers + 1, np.inf)
-        self.end, self.size, self.next_start = (np.zeros(layers + 1, int) for _ in range(3))
+    ``sums[i, j]`` are the seconds from layer i on if the stage ends before layer j.
+    """
 
-    def offer(self, sums: np.ndarray, size: int, next_start: int) -> None:
-        """``sums[i, j]`` are the seconds from layer i on if the stage ends before layer j and has so many devices."""
-        end = sums.argmin(axis=1)
-        seconds = sums[np.arange(len(end)), end]
-        better = seconds < self.seconds
-        self.seconds = np.where(better, seconds, self.seconds)
-        self.end[better], self.size[better], self.next_start[better] = end[better], size, next_start
+    sums: np.ndarray
+    size: int
+    next_start: int
+
+
+class _Choice(NamedTuple):
+    """For every first layer of a stage that begins at one device, the best of what was offered; of equals the first."""
+
+    seconds: np.ndarray
+    end: np.ndarray
+    size: np.ndarray
+    next_start: np.ndarray
+
+
+def _best_of(offers: Sequence[_Offer], layers: int) -> _Choice:
+    if not offers:
+        nothing = np.zeros(layers + 1, int)
+        return _Choice(np.full(layers + 1, np.inf), nothing, nothing, nothing)
+    sums = np.concatenate([one.sums for one in offers], axis=1)
+    best = sums.argmin(axis=1)
+    number, end = np.divmod(best, layers + 1)
+    sizes, next_starts = (
+        np.array(column) for column in zip(*((one.size, one.next_start) for one in offers), strict=True)
+    )
+    return _Choice(sums[np.arange(layers + 1), best], end, sizes[number], next_starts[number])
 
 
 def _read_back(

@@ -20,7 +20,7 @@ gradients of weights apart (ZB-H1), which takes executables of their own, so tha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -29,21 +29,18 @@ from autopar.errors import BudgetError, ScheduleError
 from autopar.graph.rules import Rulebook
 from autopar.inter_op.dealing import dealt_homes, homes_of
 from autopar.inter_op.grouping import Estimates, Grouping, best_groupings, given_grouping, shared_grouping
-from autopar.inter_op.layer_costs import LayerCosts, LayerMap, layer_costs, layer_map
+from autopar.inter_op.layer_costs import layer_map
 from autopar.inter_op.layers import layers
 from autopar.inter_op.looped import Looped
 from autopar.inter_op.moves import near
+from autopar.inter_op.part_costs import costs_of_parts
 from autopar.inter_op.sites import host_order, host_orders, largest_packed, may_idle, placed, stage_sizes
 from autopar.inter_op.stages import (
-    FIRST_PRICE_SHARE,
     LARGE_WORTH_SHARE,
-    PRICE_STEP,
-    RISES,
     Arrangement,
     PipelineFound,
     PipelineTask,
     StagePlanner,
-    whole_on,
 )
 from autopar.intra_op.search import LARGE_OPERATORS
 from autopar.plan import Schedule
@@ -387,7 +384,9 @@ class _Search:
         sizes = [wanted.stage_size] if wanted.stage_size else stage_sizes(cluster)
         message_bytes = float(mapped.crossing_bytes.mean())
         orders = [host_order(cluster, hosts, sizes) for hosts in host_orders(cluster, message_bytes)]
-        costs = self._costs(task, mapped, dict.fromkeys(part for order in orders for part in order.firsts))
+        costs = costs_of_parts(task, mapped, dict.fromkeys(part for order in orders for part in order.firsts))
+        if task.is_large:
+            orders = [order.of_sizes({part.num_devices for part in costs}) for order in orders]
         most = min(mapped.num_layers, cluster.num_devices // min(sizes))
         self._estimates = {
             order.hosts: Estimates(order, order.budgets(task.budget_of), costs, mapped.crossing_bytes, most)
@@ -400,23 +399,6 @@ class _Search:
         if wanted.num_stages is not None:
             found = [one for one in found if len(one.ends) == wanted.num_stages]
         return sorted(found, key=lambda one: one.bound_seconds)
-
-    def _costs(self, task: PipelineTask, mapped: LayerMap, parts: Iterable[Cluster]) -> Mapping[Cluster, LayerCosts]:
-        """Costs on every part of the cluster; where the fastest plan would not fit in proportion, of a plan that does."""
-        found = {}
-        for part in parts:
-            size, prices = part.num_devices, whole_on(task, part)
-            task.report_progress(f"pricing layers on {size} devices")
-            budget_bytes = task.budget_bytes * task.cluster.num_devices / size
-            price, before = 0.0, float("inf")
-            for _ in range(RISES):
-                priced = prices.cheapest(price)
-                found[part] = costs = layer_costs(task.loop, mapped, priced, part)
-                held = float(costs.state_bytes.sum() + costs.residual_bytes.sum())
-                if held <= budget_bytes or size == 1 or held >= 0.99 * before:
-                    break
-                price, before = PRICE_STEP * price or FIRST_PRICE_SHARE * priced.seconds / budget_bytes, held
-        return found
 
     def _planner(self, count: int) -> StagePlanner:
         if count not in self._planners:
@@ -469,7 +451,11 @@ class _Search:
         found = self._first_within_budget(planner, arrangement, (first, *others), give_up_seconds)
         if found is None:
             return True
-        others = [schedule for schedule in schedules if schedule is not found.arrangement.schedule]
+        others = [
+            schedule
+            for schedule in schedules
+            if schedule is not found.arrangement.schedule and planner.may_be_faster(found, schedule)
+        ]
         self._fastest.append(found)
         for candidate in (found, *(planner.under(found, schedule) for schedule in others)):
             if self._take(candidate):

@@ -16,7 +16,7 @@ its own kind first.  A stage has devices of one kind.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -66,6 +66,10 @@ class HostOrder:
         return {
             part: budget_of(self.devices(range(start, start + size))) for part, (start, size) in self.firsts.items()
         }
+
+    def of_sizes(self, sizes: Set[int]) -> HostOrder:
+        """The same with runs of these numbers of devices only."""
+        return replace(self, parts={run: part for run, part in self.parts.items() if run[1] in sizes})
 
     def places(self, devices: Iterable[int]) -> tuple[int, ...]:
         """The places of these devices, ascending."""

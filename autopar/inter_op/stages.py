@@ -41,6 +41,9 @@ FIRST_PRICE_SHARE = 1 / 64
 """The first price of the whole budget, as a share of a stage's seconds."""
 
 PRICE_STEP = 8.0
+FAR_OVER = 1.25
+"""Stages that hold so many budgets do not come to one at the first price, which is tried first for others only."""
+
 RISES = 4
 """Beyond a price of a few steps' seconds for the budget, memory is all that counts."""
 
@@ -214,12 +217,20 @@ class StagePlanner:
         self, arrangement: Arrangement, schedules: Sequence[Schedule | OrderFunction]
     ) -> list[Schedule | OrderFunction]:
         """The schedules by the seconds of a step under each, without a budget; GPipe, which keeps everything, last."""
-        made = self.cut(arrangement.cuts)
-        free = [0.0] * len(made.stages)
         lean = [schedule for schedule in schedules if schedule is not Schedule.GPIPE]
         if len(lean) > 1:
-            lean.sort(key=lambda one: self._at(replace(arrangement, schedule=one), made, free).step_seconds)
+            lean.sort(key=lambda one: self._free_seconds(replace(arrangement, schedule=one)))
         return [*lean, *(schedule for schedule in schedules if schedule is Schedule.GPIPE)]
+
+    def may_be_faster(self, found: PipelineFound, schedule: Schedule | OrderFunction) -> bool:
+        """Whether the stages of a large program might be faster under another schedule: not if they are not without a budget."""
+        if not self.is_large or schedule is Schedule.GPIPE:
+            return True
+        return self._free_seconds(replace(found.arrangement, schedule=schedule)) < found.step_seconds
+
+    def _free_seconds(self, arrangement: Arrangement) -> float:
+        """Seconds of a step without a budget."""
+        return self._at(arrangement, self.cut(arrangement.cuts), [0.0] * len(arrangement.devices)).step_seconds
 
     def squeezed(self, arrangement: Arrangement) -> tuple[bool, ...]:
         """For each mesh, in the order of their first stages, whether the fastest plans of its stages exceed the budget."""
@@ -245,14 +256,19 @@ class StagePlanner:
             for stage, is_over in enumerate(over):
                 if is_over:
                     too_low[stage] = prices[stage]
-                    budget_bytes = self._task.budget_of(arrangement.devices[stage])
-                    first = FIRST_PRICE_SHARE * result.found[stage].seconds / budget_bytes
-                    prices[stage] = PRICE_STEP * prices[stage] or first
+                    prices[stage] = PRICE_STEP * prices[stage] or self._first_price(result, stage)
             result = self._at(arrangement, made, prices)
         else:
             if any(self._over(result)):
                 raise self._over_budget(result)
         return self._relaxed(arrangement, made, result, prices, too_low)
+
+    def _first_price(self, result: PipelineFound, stage: int) -> float:
+        """Seconds per byte of a stage whose fastest plan exceeds the budget; of a large step more where it does by far."""
+        budget_bytes = self._task.budget_of(result.arrangement.devices[stage])
+        price = FIRST_PRICE_SHARE * result.found[stage].seconds / budget_bytes
+        is_far = self.is_large and result.forecast.peak_bytes[result.homes[stage]] > FAR_OVER * budget_bytes
+        return price * PRICE_STEP if is_far else price
 
     def _relaxed(
         self,
@@ -493,26 +509,6 @@ def _priced_seconds(together: Mapping[int, PricedStage]) -> float:
 def leaves_of(program: StageProgram, graph: Graph) -> dict[int, int]:
     """Positions in the step of the leaves that a stage reads, those it receives from another stage included, by value."""
     return {value: end.position for value, end in zip(graph.inputs, program.inputs, strict=True) if end.position >= 0}
-
-
-def whole_on(task: PipelineTask, cluster: Cluster) -> Prices:
-    """The whole looped step on a part of the task's cluster alone, for prices of memory."""
-    graph = task.loop.graph
-    return Prices(
-        Task(
-            graph=graph,
-            state_pairs=task.state_pairs,
-            donated=frozenset(source for source, _ in task.state_pairs) if task.donates_state else frozenset(),
-            cluster=cluster,
-            meshes=tuple(cluster.logical_mesh_shapes(MAX_AXES)),
-            budget_bytes=task.budget_bytes,
-            restriction=lambda mesh: Restriction(),
-            solver_seconds=task.solver_seconds,
-            report_progress=task.report_progress,
-            worth_share=task.worth_share,
-        ),
-        None if task.ground is None else task.ground(),
-    )
 
 
 def even_devices(cluster: Cluster, num_stages: int) -> tuple[tuple[int, ...], ...]:

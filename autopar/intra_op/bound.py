@@ -16,6 +16,7 @@ program and no memory.  The bound may stay below the relaxation's optimum; memor
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -65,6 +66,15 @@ def likeliest(regrets: np.ndarray, count: int) -> np.ndarray:
     return np.sort(np.argsort(regrets, kind="stable")[:count])
 
 
+class _Way(NamedTuple):
+    """From a node to a neighbour: costs by the options of both, and in which row each of the two hears of the other."""
+
+    other: int
+    costs: np.ndarray
+    row: int
+    row_there: int
+
+
 class Messages:
     """Owns the messages of a model, whose infinities are made large numbers."""
 
@@ -72,37 +82,36 @@ class Messages:
         most = [*model.nodes, *model.edges.values()]
         forbidden = FORBIDDEN_FACTOR * (1.0 + sum(float(np.abs(c[np.isfinite(c)]).max(initial=0.0)) for c in most))
         self._costs = [np.where(np.isfinite(costs), costs, forbidden) for costs in model.nodes]
-        self._ahead: list[list[tuple[int, np.ndarray]]] = [[] for _ in model.nodes]
-        self._behind: list[list[tuple[int, np.ndarray]]] = [[] for _ in model.nodes]
-        self._told = [np.zeros((0, len(costs))) for costs in model.nodes]
-        self._row: dict[tuple[int, int], int] = {}
+        self._ahead: list[list[_Way]] = [[] for _ in model.nodes]
+        self._behind: list[list[_Way]] = [[] for _ in model.nodes]
         heard = [0] * len(model.nodes)
         for (i, j), matrix in model.edges.items():
             finite = np.where(np.isfinite(matrix), matrix, forbidden)
-            self._ahead[i].append((j, np.ascontiguousarray(finite)))
-            self._behind[j].append((i, np.ascontiguousarray(finite.T)))
-            for source, target in ((i, j), (j, i)):
-                self._row[source, target] = heard[target]
-                heard[target] += 1
+            self._ahead[i].append(_Way(j, np.ascontiguousarray(finite), heard[i], heard[j]))
+            self._behind[j].append(_Way(i, np.ascontiguousarray(finite.T), heard[j], heard[i]))
+            heard[i] += 1
+            heard[j] += 1
         self._told = [np.zeros((count, len(costs))) for count, costs in zip(heard, self._costs, strict=True)]
         self.regrets = [costs - costs.min() for costs in self._costs]
 
     def sweep(self, *, forward: bool) -> float:
         """One pass over all nodes; returns its bound."""
         bound = 0.0
+        least_of = np.minimum.reduce  # of every column; the method of an array asks for it by way of Python
         nodes = range(len(self._costs))
         for s in nodes if forward else reversed(nodes):
             ahead, behind = (self._ahead[s], self._behind[s]) if forward else (self._behind[s], self._ahead[s])
             chains = max(len(ahead), len(behind), 1)
-            known = self._costs[s] + self._told[s].sum(axis=0)
-            least = float(known.min())
+            told = self._told[s]
+            known = self._costs[s] + np.add.reduce(told)
+            least = float(least_of(known))
             self.regrets[s] = known - least
             bound += (1 - len(ahead) / chains) * least
-            for t, matrix in ahead:
-                mine = known / chains - self._told[s][self._row[t, s]]
-                message = (matrix + mine[:, None]).min(axis=0)
-                lowest = float(message.min())
-                self._told[t][self._row[s, t]] = message - lowest
+            share = known / chains
+            for t, matrix, row, row_there in ahead:
+                message = least_of(matrix + (share - told[row])[:, None])
+                lowest = float(least_of(message))
+                np.subtract(message, lowest, out=self._told[t][row_there])
                 bound += lowest
         return bound
 
@@ -119,9 +128,9 @@ class Messages:
             share, least = 1 - len(self._ahead[s]) / chains, float(known.min())
             nodes.append(share * (known - least))
             bound += share * least
-            for t, matrix in self._ahead[s]:
-                mine = known / chains - self._told[s][self._row[t, s]]
-                left = matrix + (mine[:, None] - self._told[t][self._row[s, t]])
+            for t, matrix, row, row_there in self._ahead[s]:
+                mine = known / chains - self._told[s][row]
+                left = matrix + (mine[:, None] - self._told[t][row_there])
                 lowest = float(left.min())
                 edges[s, t] = left - lowest
                 bound += lowest

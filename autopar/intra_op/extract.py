@@ -17,8 +17,8 @@ def stage_of(graph: Graph, problem: Problem, quotient: Quotient, choices: Choice
         number = quotient.class_of[node]
         return choices.options[number][options[number]]
 
-    homes = {value: chosen(node) for value, node in problem.node_of_value.items()}
-    copies = {value: chosen(node) for value, node in problem.copy_of_value.items()}
+    homes = _layouts({value: chosen(node) for value, node in problem.node_of_value.items()})
+    copies = _layouts({value: chosen(node) for value, node in problem.copy_of_value.items()})
     strategies: dict[int, Strategy] = {}
     for operator, _ in graph.all_operators():
         if operator.id in problem.node_of_operator:
@@ -26,7 +26,7 @@ def stage_of(graph: Graph, problem: Problem, quotient: Quotient, choices: Choice
             assert isinstance(strategy, Strategy)
             strategies[operator.id] = strategy
         elif operator.primitive == BARRIER:
-            strategies[operator.id] = _guarding(operator, _layouts(homes))
+            strategies[operator.id] = _guarding(operator, homes)
         elif operator.id in problem.followers:
             layout = chosen(problem.followers[operator.id])
             assert isinstance(layout, Layout)
@@ -35,7 +35,7 @@ def stage_of(graph: Graph, problem: Problem, quotient: Quotient, choices: Choice
                 if carried:
                     factors[carried[0]] = axes
             strategies[operator.id] = Strategy(tuple(factors))
-    return Stage(choices.mesh, _layouts(homes), _layouts(copies), strategies, sum_scatter=choices.sum_scatter)
+    return Stage(choices.mesh, homes, copies, strategies, sum_scatter=choices.sum_scatter)
 
 
 def _guarding(operator: Operator, homes: dict[int, Layout]) -> Strategy:

@@ -103,8 +103,17 @@ class Prices:
         price = seconds_per_byte
         if price not in self._cheapest:
             is_quick = price in self._answers or self.is_quick
-            self._cheapest[price] = self.by_mesh(price)[0] if is_quick else self._stage(*self._solve_best(price))
+            self._cheapest[price] = self.by_mesh(price)[0] if is_quick else self._best(price)
         return self._cheapest[price]
+
+    def may_cost_less(self, seconds: float) -> bool:
+        """Whether the cheapest stage costs less where memory costs nothing; if so it is known from now on."""
+        if math.isinf(seconds) or 0.0 in self._cheapest or self.is_quick:
+            return self.cheapest(0.0).seconds < seconds
+        best = self._solve_best(0.0, seconds)
+        if best is not None:
+            self._cheapest[0.0] = self._stage(*best)
+        return best is not None
 
     def by_mesh(self, seconds_per_byte: float) -> tuple[PricedStage, ...]:
         """The best stage of every mesh at a price, the cheapest first; raises as :meth:`cheapest`."""
@@ -144,22 +153,32 @@ class Prices:
             raise refusal
         return tuple(self._stage(one, solution) for _, _, one, solution in sorted(solved, key=lambda row: row[:2]))
 
-    def _solve_best(self, price: float) -> tuple[OnMesh, Solution]:
-        """The best mesh with its solution; the smallest programs first, for others may then be given up early."""
+    def _best(self, price: float) -> PricedStage:
+        """The stage on the best mesh."""
+        best = self._solve_best(price)
+        if best is None:
+            raise PlanError(f"the demands leave no plan on the mesh {self._meshes[0].choices.mesh}")
+        return self._stage(*best)
+
+    def _solve_best(self, price: float, below: float = math.inf) -> tuple[OnMesh, Solution] | None:
+        """The best mesh with its solution; the smallest programs first, for others may then be given up early.
+
+        None where no mesh has a solution that costs less than ``below``; raises where not one could be found for want of time.
+        """
         smallest_first = sorted(self._meshes, key=lambda one: one.model.num_variables)
         refusal: PlanError | None = None
         best: tuple[OnMesh, Solution] | None = None
         for one in smallest_first:
-            enough = math.inf if best is None else best[1].cost * (1 - self._task.worth_share)
+            enough = below if best is None else best[1].cost * (1 - self._task.worth_share)
             try:
                 solution = self._at(one, price).solve_below(enough)
             except PlanError as error:
                 refusal = refusal or error
                 continue
-            if solution is not None and (best is None or solution.cost < best[1].cost):
+            if solution is not None and solution.cost < (below if best is None else best[1].cost):
                 best = one, solution
-        if best is None:
-            raise refusal or PlanError(f"the demands leave no plan on the mesh {smallest_first[0].choices.mesh}")
+        if best is None and refusal is not None and math.isinf(below):
+            raise refusal
         return best
 
     def _at(self, one: OnMesh, price: float) -> OnMesh:
@@ -169,9 +188,12 @@ class Prices:
     def _stage(self, one: OnMesh, solution: Solution) -> PricedStage:
         tried = tuple(str(mesh.choices.mesh) for mesh in self._meshes)
         graph, options = self._task.graph, solution.options
-        choices = called_after_batch(one, stage_of(graph, one.problem, one.quotient, one.choices, options))
+        stage = stage_of(graph, one.problem, one.quotient, one.choices, options)
+        choices = called_after_batch(one, stage)
+        if choices is not one.choices:
+            stage = stage_of(graph, one.problem, one.quotient, choices, options)
         return PricedStage(
-            stage_of(graph, one.problem, one.quotient, choices, options),
+            stage,
             one.model.cost(solution.options),
             solution.cost,
             one.problem,

@@ -110,18 +110,18 @@ class _Reducer:
         with np.errstate(invalid="ignore"):
             worse = costs[:, None] - costs[None, :]
             for matrix in around.values():
-                # worse[a, b] gains min over x of c(a, x) − c(b, x); ∞ − ∞ (both forbidden) tells nothing: +∞.
-                difference = matrix[:, None, :] - matrix[None, :, :]
-                worse = worse + np.nan_to_num(difference, nan=np.inf, posinf=np.inf, neginf=-np.inf).min(axis=2)
-        worse = np.nan_to_num(worse, nan=-np.inf, posinf=np.inf, neginf=-np.inf)
+                worse += _least_difference(matrix)
+        worse[np.isnan(worse)] = -np.inf
+        is_dead = worse >= 0
+        np.fill_diagonal(is_dead, False)
+        if not is_dead.any():
+            return False
         keep = np.ones(count, dtype=bool)
         for a in np.argsort(-costs, kind="stable"):
             rivals = keep.copy()
             rivals[a] = False
-            if (worse[a, rivals] >= 0).any():
+            if is_dead[a, rivals].any():
                 keep[a] = False
-        if keep.all():
-            return False
         self._costs[node] = costs[keep]
         self._left[node] = self._left[node][keep]
         for other in around:
@@ -163,6 +163,17 @@ class _Reducer:
             self._around[a][b] = value
             self._around[b][a] = value.T
         self._around[node] = {}
+
+
+def _least_difference(matrix: np.ndarray) -> np.ndarray:
+    """[a, b]: the minimum over x of c(a, x) − c(b, x); ∞ − ∞ (both forbidden) tells nothing."""
+    columns = matrix.T
+    difference = columns[:, :, None] - columns[:, None, :]
+    least: np.ndarray = difference.min(axis=0)
+    if np.isnan(least).any():
+        least = np.fmin.reduce(difference)
+        least[np.isnan(least)] = np.inf
+    return least
 
 
 def by_reduction(model: Model, solve_core: Callable[[Model], Solution | None]) -> Solution | None:

@@ -43,6 +43,9 @@ STATES = 300
 FEW_OPTIONS = (3, 4)
 """Of every node, among which solutions are looked for exactly."""
 
+FIRST_EXACT = 3
+"""Attempts without that: as long as the bound is far off, walks find as good solutions in less time."""
+
 CLOSE, CLOSE_STATES = 2.5, 20_000
 """Where the gap is less than so many times what is enough, few partial solutions are left to be remembered."""
 
@@ -82,12 +85,12 @@ def solve_wide(
 
 def _settle(passing: _Passing, worth_share: float, until_seconds: float) -> bool:
     """Whether passes and walks find a solution that is good enough, or any before the time is up."""
-    for rounds in ROUNDS:
+    for attempt, rounds in enumerate(ROUNDS):
         passing.run(rounds)
         if passing.is_hopeless:
             return True
         passing.walk(STATES)
-        for count in FEW_OPTIONS:
+        for count in FEW_OPTIONS if attempt >= FIRST_EXACT else ():
             if not passing.is_settled:
                 passing.look_among_likeliest(count)
         if passing.is_close and not passing.is_settled:

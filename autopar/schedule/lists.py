@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from autopar.errors import InternalError
 from autopar.schedule.instructions import (
@@ -173,6 +174,17 @@ def _all_tasks(order: Order, stages: Sequence[StageInterface]) -> list[list[Task
     return meshes
 
 
+class _Reading(NamedTuple):
+    """A name that an executable reads: whether only of the task's microbatch, else the slots if they are always the same
+    ones, and whether their memory is taken over.
+    """
+
+    name: int
+    is_own: bool
+    always: tuple[Slot, ...]
+    is_donated: bool
+
+
 class _Names:
     """From names to slots, while the tasks of each stage are met in their order."""
 
@@ -180,7 +192,7 @@ class _Names:
         self._stages = stages
         self._microbatches = range(num_microbatches)
         self._version: dict[tuple[int, int], int] = {}  # of a carried name: the microbatch that wrote it last
-        self._readings: dict[tuple[int, Part, int], list[tuple[int, bool, bool]]] = {}
+        self._readings: dict[tuple[int, Part, int], list[_Reading]] = {}
         self._executables = {
             (stage, face.part, face.segment): face
             for stage, interface in enumerate(stages)
@@ -212,24 +224,24 @@ class _Names:
             readings = self._readings[key] = self._readings_of(self._executables[key], task)
         inputs: list[Slot] = []
         donated: list[int] = []
-        for name, is_own, is_donated in readings:
+        for name, is_own, always, is_donated in readings:
             before = len(inputs)
             if is_own:
                 inputs.append(Slot(task.stage, name, task.microbatch))
             else:
-                inputs.extend(self.all(task.stage, (name,)))
+                inputs.extend(always or self.all(task.stage, (name,)))
             if is_donated:
                 donated.extend(range(before, len(inputs)))
         writes = self._executables[key].writes
         return Run(task, tuple(inputs), tuple(self._written(task, name) for name in writes), tuple(donated))
 
-    def _readings_of(self, face: Executable, task: Task) -> list[tuple[int, bool, bool]]:
-        """Every name that is read, whether only of the task's microbatch, and whether its memory is taken over."""
+    def _readings_of(self, face: Executable, task: Task) -> list[_Reading]:
         kinds = [self._kind(task.stage, name) for name in face.reads]
         return [
-            (
+            _Reading(
                 name,
                 task.part.per_microbatch and kind is Kind.EACH,
+                () if kind is Kind.CARRIED else self.all(task.stage, (name,)),
                 (kind is Kind.CARRIED and name in face.writes) or name in face.donates,
             )
             for name, kind in zip(face.reads, kinds, strict=True)

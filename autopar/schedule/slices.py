@@ -15,7 +15,7 @@ executable of its stage as it is, each device keeping its summand.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -159,7 +159,10 @@ class _Slicing:
         inputs = tuple(
             micro_inputs.get(number, self._outside[buffer].place) for number, buffer in enumerate(program.inputs)
         )
-        donated = [self._with_donations(one, inputs, outputs) for one in executables if one.steps or one.results]
+        handed_out = frozenset(outputs)
+        donated = [
+            self._with_donations(one, inputs, outputs, handed_out) for one in executables if one.steps or one.results
+        ]
         return Slices(program, tuple(donated), inputs, outputs, rows)
 
     # --- places ---
@@ -308,7 +311,9 @@ class _Slicing:
                 placed.append(result)
         return placed
 
-    def _with_donations(self, one: Executable, inputs: Sequence[Place], outputs: Sequence[Place | None]) -> Executable:
+    def _with_donations(
+        self, one: Executable, inputs: Sequence[Place], outputs: Sequence[Place | None], handed_out: Set[Place | None]
+    ) -> Executable:
         """Accumulators are increased in place; a leaf's next value takes the leaf's memory where it is made.
 
         A leaf that the step hands out as it came keeps its memory.
@@ -318,7 +323,7 @@ class _Slicing:
         taken = {argument_of[p]: k for p, k in result_of.items() if p.scope is Scope.SUM and p in argument_of}
         for source, output in self._donated_pairs:
             leaf, new = inputs[source], outputs[output]
-            if leaf in outputs:
+            if leaf in handed_out:
                 continue
             if new in result_of and leaf in argument_of and leaf.buffer.layout == new.buffer.layout:
                 taken.setdefault(argument_of[leaf], result_of[new])
