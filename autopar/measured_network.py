@@ -88,10 +88,9 @@ def measure_network(effort: NetworkEffort = FULL, say: Callable[[str], None] = l
     ``say`` is told what is being measured.  Raises ``ClusterError`` in a program of a single process.
     """
     devices = sorted(jax.devices(), key=lambda one: (one.process_index, one.id))
-    hosts = jax.process_count()
-    return _measured(
-        hosts, len(devices) // hosts, devices[0].platform, effort, say, lambda measure, asked: measure(devices, asked)
-    )
+    cluster = Cluster.local(profile=None)
+    _check_hosts(cluster)
+    return _measured(cluster, effort, say, lambda measure, asked: measure(devices, asked))
 
 
 def measure_ray_network(
@@ -105,8 +104,7 @@ def measure_ray_network(
         raise ClusterError(
             f"cluster {cluster.name!r} does not run on Ray; take Cluster.ray(...), or description.on_ray()"
         )
-    if cluster.hosts < 2:
-        raise ClusterError(f"cluster {cluster.name!r} is one host; between hosts there is nothing to measure")
+    _check_hosts(cluster)
     fleet = fleet_of(cluster)
     (world,) = fleet.worlds([tuple(range(cluster.num_devices))], cluster.device.platform)
 
@@ -115,7 +113,7 @@ def measure_ray_network(
         found: Samples = world.collected(world.call("compute", measure, asked), LONGEST_SECONDS, what)[0]
         return found
 
-    return _measured(cluster.hosts, cluster.devices_per_host, cluster.device.platform.value, effort, say, together)
+    return _measured(cluster, effort, say, together)
 
 
 def network_rows(network: Network) -> Iterable[tuple[str, str, str]]:
@@ -131,16 +129,15 @@ def network_rows(network: Network) -> Iterable[tuple[str, str, str]]:
         yield what, f"{one.curve.at(0.0) * 1e6:.0f} µs", f"{sent / seconds / 1e6:.1f} MB/s"
 
 
-def _measured(
-    hosts: int,
-    devices_per_host: int,
-    platform: str,
-    effort: NetworkEffort,
-    say: Callable[[str], None],
-    together: Together,
-) -> Network:
-    if hosts < 2:
-        raise ClusterError("this program is one process; start it on every host, under jax.distributed")
+def _check_hosts(cluster: Cluster) -> None:
+    if cluster.hosts < 2:
+        raise ClusterError(
+            "there is one host; measure between several: on Ray, or in each process under jax.distributed"
+        )
+
+
+def _measured(cluster: Cluster, effort: NetworkEffort, say: Callable[[str], None], together: Together) -> Network:
+    hosts, devices_per_host = cluster.hosts, cluster.devices_per_host
     say("links between hosts")
     bytes_per_second = _bytes_per_second(hosts, effort, together)
     curves, waits = [], []
@@ -154,7 +151,7 @@ def _measured(
             curves.append(SpanCurve(kind.value, span, curve))
     network = Network(
         jax_version=jax.__version__,
-        platform=platform,
+        platform=cluster.device.platform.value,
         devices_per_host=devices_per_host,
         measured_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         latency_seconds=0.0,

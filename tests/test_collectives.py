@@ -13,13 +13,13 @@ from autopar.cluster import Cluster, DeviceKind, Link, Mesh, Platform
 from autopar.cost_model.collectives import (
     Collective,
     GroupCost,
-    axes_groups,
     collective_seconds,
     group_cost,
     group_seconds,
     permute_seconds,
     wire_bytes,
 )
+from autopar.cost_model.groups import axes_groups
 from autopar.errors import ClusterError
 
 DEVICE = DeviceKind("toy", Platform.CUDA, {"float32": 1e12}, 1 << 30, 1e11)

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.measured_network import KINDS
+from autopar.network import spans_of
 from autopar.runtime.attendance import missing_from
 from tests.ray_cases import batch_of, create, train_step, value
 from tests.scanned_cases import Scanned
@@ -63,6 +65,12 @@ for number in range(3):
     state, metrics = step(state, data[number] if number else batch_of(number))
     losses.append(float(metrics["loss"]))
 tell(losses=losses, plan=step.last.plan.summary(), rows=read, state=pieces_here(state))
+"""
+
+MEASURING = """
+from autopar.measured_network import NetworkEffort, measure_network
+network = measure_network(NetworkEffort((1 << 10, 1 << 12), 2, 1, (8, 16)))
+tell(spans=[[one.kind, one.span.hosts, one.span.per_host] for one in network.collectives], waits=len(network.waits))
 """
 
 EVALUATING = """
@@ -234,6 +242,13 @@ def test_what_process_0_refuses_is_refused_everywhere() -> None:
 
 
 @pytest.mark.verify
+def test_what_lies_between_the_hosts_is_measured_by_all_of_them() -> None:
+    first, second = run({}, MEASURING)
+    assert first == second
+    assert first["spans"] == [[kind.value, span.hosts, span.per_host] for span in spans_of(2, 2) for kind in KINDS]
+    assert first["waits"] == 2
+
+
 def test_evaluation_beside_training() -> None:
     """The key of the state is read by both stages, and only handed on by the first."""
     with jax.enable_x64(True):

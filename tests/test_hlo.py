@@ -20,7 +20,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autopar.cluster import Cluster, DeviceKind, Link, Mesh, Platform
-from autopar.cost_model.collectives import Collective, axes_groups, group_seconds, permute_seconds
+from autopar.cost_model.collectives import Collective, group_seconds, permute_seconds
+from autopar.cost_model.groups import axes_groups
 from autopar.cost_model.hlo import (
     bytes_moved,
     collectives,

@@ -16,7 +16,7 @@ import pytest
 
 import autopar
 from autopar.cluster import Cluster, Mesh
-from autopar.cost_model.collectives import axes_groups, mesh_axes_of, permute_axes_of
+from autopar.cost_model.groups import axes_groups, mesh_axes_of, permute_axes_of
 from autopar.cost_model.hlo import CompiledProgram, read_compiled
 from autopar.explain.verification import NO_AXES, held_against
 from autopar.plan import Plan

@@ -49,20 +49,17 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache, partial
+from functools import cache
 
 from autopar.cluster import Cluster, Link, Mesh, Platform
+from autopar.cost_model.groups import Groups, axes_groups, check_groups, check_ids, measured_span, on_hosts
+from autopar.cost_model.waits import waiting
 from autopar.errors import ClusterError
-from autopar.network import Span
 from autopar.plan import SumScatter
 from autopar.profile import Curve
-
-Groups = tuple[tuple[int, ...], ...]
-Waiting = Callable[[float], float]
-"""Seconds of work → seconds of waiting."""
 
 
 class Collective(Enum):
@@ -213,50 +210,9 @@ def sum_scatter_of(cluster: Cluster) -> SumScatter:
 
 
 @cache
-def axes_groups(mesh: Mesh, axes: tuple[str, ...]) -> Groups:
-    """The groups of device ids that differ only along ``axes``: one group for each position on the other axes.
-
-    Their union is ``0 … mesh.size-1``; ids ascend in each group, whatever the order of ``axes``.
-    Raises ``ClusterError`` for an unknown or repeated axis.
-    """
-    if len(set(axes)) != len(axes):
-        raise ClusterError(f"axes {axes} repeat a name; name each axis once")
-    for axis in axes:
-        mesh.position(axis)
-    inner = _offsets(mesh, [axis for axis in mesh.axis_names if axis in axes])
-    outer = _offsets(mesh, [axis for axis in mesh.axis_names if axis not in axes])
-    return tuple(tuple(base + offset for offset in inner) for base in outer)
-
-
-def mesh_axes_of(groups: Iterable[tuple[int, ...]], mesh: Mesh) -> tuple[str, ...] | None:
-    """The mesh axes, in mesh order, over which groups of device ids talk; None if they are not the groups of any axes.
-
-    Axes of size 1 are never named.  Source and target pairs of a permute: see :func:`permute_axes_of`.
-    """
-    wanted = {frozenset(group) for group in groups}
-    names = [name for name in mesh.axis_names if mesh.axis_size(name) > 1]
-    for count in range(len(names) + 1):
-        for axes in itertools.combinations(names, count):
-            if wanted == {frozenset(group) for group in axes_groups(mesh, axes)}:
-                return axes
-    return None
-
-
-def permute_axes_of(pairs: Iterable[tuple[int, ...]], mesh: Mesh) -> tuple[str, ...]:
-    """The mesh axes, in mesh order, along which some source and its target differ."""
-    different = set()
-    for source, target in pairs:
-        for name in mesh.axis_names:
-            stride, size = mesh.stride(name), mesh.axis_size(name)
-            if source // stride % size != target // stride % size:
-                different.add(name)
-    return tuple(name for name in mesh.axis_names if name in different)
-
-
-@cache
 def group_cost(groups: Groups, cluster: Cluster, kind: Collective = Collective.ALL_REDUCE) -> GroupCost:
     """The price of a collective of ``kind`` in all ``groups`` at once; errors as :func:`group_seconds`."""
-    _check_groups(groups, cluster)
+    check_groups(groups, cluster)
     if len(groups[0]) == 1:
         return GroupCost(0.0, 0.0)
     if (measured := _measured(kind, groups, cluster)) is not None:
@@ -267,7 +223,7 @@ def group_cost(groups: Groups, cluster: Cluster, kind: Collective = Collective.A
     local, network = _Traffic(), _Traffic()
     latency = 0.0
     for group in groups:
-        by_host = _by_host(group, cluster)
+        by_host = on_hosts(group, cluster)
         if kind is Collective.ALL_TO_ALL:
             _add_exchange(by_host, cluster, local, network)
             latency = max(latency, _exchange_latency(by_host, cluster))
@@ -278,63 +234,25 @@ def group_cost(groups: Groups, cluster: Cluster, kind: Collective = Collective.A
     return _carried(kind, groups, passes * latency, _seconds_per_wire_byte(local, network, cluster), cluster)
 
 
-def _measured(kind: Collective, groups: Iterable[tuple[int, ...]], cluster: Cluster) -> GroupCost | None:
+def _measured(kind: Collective, groups: Sequence[tuple[int, ...]], cluster: Cluster) -> GroupCost | None:
     """The price by the cluster's profile or network; None without one, or for what was not measured."""
-    hosts = [_by_host(group, cluster) for group in groups]
-    if any(len(by_host) > 1 for by_host in hosts):
-        curves = _curves_across_hosts(kind, groups, hosts, cluster)
+    if any(len(on_hosts(group, cluster)) > 1 for group in groups):
+        curves = _curves_across_hosts(kind, groups, cluster)
     else:
         curves = _curves_within_hosts(kind, groups, cluster)
     return None if curves is None else _by_curves(*curves, cluster)
 
 
 def _curves_across_hosts(
-    kind: Collective, groups: Iterable[tuple[int, ...]], hosts: Iterable[dict[int, list[int]]], cluster: Cluster
+    kind: Collective, groups: Sequence[tuple[int, ...]], cluster: Cluster
 ) -> tuple[Curve, Curve] | None:
     """What was measured of groups of that shape, after work and after another, while all devices of the hosts were at it."""
-    if cluster.network is None or (span := _span(hosts, cluster)) is None:
+    if cluster.network is None or (span := measured_span(groups, cluster)) is None:
         return None
     if (soon := cluster.network.collective(kind.value, span)) is None:
         return None
     between = 0.0 if cluster.profile is None else cluster.profile.work_between_seconds
     return soon.raised(waiting(groups, cluster)(between) if between else 0.0), soon
-
-
-def _span(hosts: Iterable[dict[int, list[int]]], cluster: Cluster) -> Span | None:
-    """The shape of all groups, if they have the same, span hosts, and lie as those that were measured."""
-    network = cluster.network
-    shapes = {(len(by_host), len(members)) for by_host in hosts for members in by_host.values()}
-    if (
-        network is None
-        or len(shapes) != 1
-        or cluster.host_links
-        or cluster.devices_per_host != network.devices_per_host
-    ):
-        return None
-    ((count, per_host),) = shapes
-    return Span(count, per_host) if count > 1 else None
-
-
-def waiting(groups: Iterable[tuple[int, ...]], cluster: Cluster) -> Waiting:
-    """What a collective in such groups (of one size) takes longer after work since the one before it than soon after that.
-
-    By the cluster's network where that knows, else by its profile; nothing without either.
-    """
-    hosts = [_by_host(group, cluster) for group in groups]
-    across = None
-    if cluster.network is not None and (span := _span(hosts, cluster)) is not None:
-        across = cluster.network.waiting(span)
-    if across is not None:
-        return across
-    if cluster.profile is None or not hosts:
-        return lambda work_seconds: 0.0
-    return partial(cluster.profile.waiting_seconds, sum(map(len, hosts[0].values())))
-
-
-@cache
-def axes_waiting(axes: tuple[str, ...], mesh: Mesh, cluster: Cluster) -> Waiting:
-    """The same of a collective over mesh axes."""
-    return waiting(axes_groups(mesh, axes), cluster)
 
 
 def _carried(
@@ -393,7 +311,7 @@ def axes_cost(kind: Collective, axes: tuple[str, ...], mesh: Mesh, cluster: Clus
 @cache
 def _pairs_cost(pairs: tuple[tuple[int, int], ...], cluster: Cluster) -> GroupCost:
     """The price of a permute; a device that sends to itself sends nothing."""
-    _check_ids(itertools.chain.from_iterable(pairs), cluster)
+    check_ids(itertools.chain.from_iterable(pairs), cluster)
     moving = [pair for pair in pairs if pair[0] != pair[1]]
     if moving and (measured := _measured(Collective.PERMUTE, moving, cluster)) is not None:
         return measured
@@ -411,40 +329,6 @@ def _pairs_cost(pairs: tuple[tuple[int, int], ...], cluster: Cluster) -> GroupCo
         latency = max(latency, link.latency_seconds)
     per_byte = _seconds_per_wire_byte(local, network, cluster)
     return _carried(Collective.PERMUTE, moving, latency, per_byte, cluster) if moving else GroupCost(0.0, 0.0)
-
-
-def _offsets(mesh: Mesh, axes: list[str]) -> list[int]:
-    """Device ids of all positions along ``axes`` (in mesh order), the other positions 0, ascending."""
-    ranges = [range(0, mesh.axis_size(axis) * mesh.stride(axis), mesh.stride(axis)) for axis in axes]
-    return [sum(position) for position in itertools.product(*ranges)]
-
-
-def _check_ids(ids: Iterable[int], cluster: Cluster) -> None:
-    for device in ids:
-        if not 0 <= device < cluster.num_devices:
-            raise ClusterError(
-                f"device {device} is not in cluster {cluster.name!r} of {cluster.num_devices} devices; use 0 to "
-                f"{cluster.num_devices - 1}, or a larger cluster"
-            )
-
-
-def _check_groups(groups: Groups, cluster: Cluster) -> None:
-    if not groups or not groups[0]:
-        raise ClusterError("a collective without groups; name the devices (in HLO, no groups mean one group of all)")
-    if len({len(group) for group in groups}) > 1:
-        raise ClusterError(f"groups of sizes {sorted({len(group) for group in groups})}; all must have the same size")
-    members = [device for group in groups for device in group]
-    if len(set(members)) != len(members):
-        raise ClusterError("a device is in two groups of one collective; groups must not overlap")
-    _check_ids(members, cluster)
-
-
-def _by_host(group: tuple[int, ...], cluster: Cluster) -> dict[int, list[int]]:
-    """Members of the group on each host."""
-    hosts: dict[int, list[int]] = {}
-    for device in group:
-        hosts.setdefault(device // cluster.devices_per_host, []).append(device)
-    return hosts
 
 
 def _port(device: int, link: Link, cluster: Cluster) -> tuple[int, int]:

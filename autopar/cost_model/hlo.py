@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.cluster import Cluster
-from autopar.cost_model.collectives import Collective, Waiting, merged_seconds, permute_seconds, waiting
+from autopar.cost_model.collectives import Collective, merged_seconds, permute_seconds
 from autopar.cost_model.hlo_collectives import (
     HloCollective,
     collectives,
@@ -32,6 +32,7 @@ from autopar.cost_model.hlo_parser import HloComputation, HloInstruction, HloMod
 from autopar.cost_model.hlo_steps import Step, bytes_of, executed_steps, flops_of, is_collective
 from autopar.cost_model.hlo_work import FlopCounter, family_of_convolution, instruction_bytes
 from autopar.cost_model.roofline import convolution_seconds, operator_seconds
+from autopar.cost_model.waits import Waiting, waiting
 from autopar.errors import ClusterError
 from autopar.profile import ConvolutionFamily
 

@@ -28,7 +28,8 @@ from enum import Enum
 from functools import cache
 
 from autopar.cluster import Cluster, Link
-from autopar.cost_model.collectives import Collective, axes_groups, group_cost, wire_bytes
+from autopar.cost_model.collectives import Collective, group_cost, wire_bytes
+from autopar.cost_model.groups import axes_groups
 from autopar.cost_model.reshard import COLLECTIVE_OF_MOVE, collective_bytes
 from autopar.schedule.cross_mesh import CrossMeshTransfer, Placement, Tile, cross_mesh_transfer, landing_layouts
 from autopar.schedule.reshard import after_move

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from autopar.cost_model.collectives import Collective, mesh_axes_of, permute_axes_of, wire_bytes
+from autopar.cost_model.collectives import Collective, wire_bytes
+from autopar.cost_model.groups import mesh_axes_of, permute_axes_of
 from autopar.cost_model.hlo import CompiledProgram, HloCollective
 from autopar.plan import Axes, CollectiveUse, Plan
 
