@@ -246,6 +246,23 @@ def test_a_plan_with_exchanged_sums_equals_jit() -> None:
         np.testing.assert_allclose(found.state[path], leaf, rtol=1e-12, atol=1e-12 * np.abs(leaf).max())
 
 
+def test_the_explanation_says_why_there_are_all_to_alls() -> None:
+    model = build("mlp_nnx")
+    arguments = model.abstract_state(), model.abstract_batch()
+    fast, slow = (
+        autopar.explain(
+            autopar.parallelize(
+                model.train_step, method="zero2", cluster=exchanging(eight_slow_devices(), 4, 2, times)
+            ),
+            *arguments,
+        )
+        for times in (0.25, 4.0)
+    )
+    said = "between these hosts that was measured to take 25% of a reduce-scatter"
+    assert [said in note for note in fast.notes].count(True) == 1
+    assert not any("all-to-all" in note for note in slow.notes)
+
+
 @pytest.mark.usefixtures("users_fusions")
 @pytest.mark.parametrize(
     ("name", "method"),

@@ -22,7 +22,7 @@ from autopar.explain.verdict import pipeline_verdict, verdict_text
 from autopar.explain.words import seconds_text
 from autopar.explain.work import collective_groups, communication_of, operator_uses, wasted_seconds
 from autopar.graph.fusion import fuse
-from autopar.plan import Plan, Prediction
+from autopar.plan import Plan, Prediction, SumScatter
 from autopar.schedule.orders import bubble_fraction
 from autopar.schedule.spmd import lower
 from autopar.wording import bytes_text, family_name, slashed
@@ -213,7 +213,19 @@ def _pipeline_notes(case: _Case) -> tuple[str, ...]:
         notes.append(f"There is one microbatch, because {case.subject.coupling}.")
     if not case.subject.donated or not case.step.demands.donate_state:
         notes.append("No state is donated, so a step holds the old and the new state at once.")
-    return (*notes, *_remat_notes(case), *case.said[1])
+    return (*notes, *_scatter_notes(case), *_remat_notes(case), *case.said[1])
+
+
+def _scatter_notes(case: _Case) -> tuple[str, ...]:
+    """Why a plan has all-to-alls where one looks for reduce-scatters."""
+    if all(stage.sum_scatter is SumScatter.COLLECTIVE for stage in case.plan.stages):
+        return ()
+    text = (
+        "Where a sum ends cut into pieces, each device sends pieces to who keeps them (all-to-all) and adds up its own"
+    )
+    if (network := case.cluster.network) is None:
+        return (f"{text}, not by reduce-scatters.",)
+    return (f"{text}: between these hosts that was measured to take {network.exchange_ratio:.0%} of a reduce-scatter.",)
 
 
 def _offload_notes(case: _Case) -> tuple[str, ...]:
@@ -426,4 +438,4 @@ def _notes(case: _Case, whys: tuple[Why, ...]) -> tuple[str, ...]:
         notes.append(f"Microbatches would save memory, but {case.subject.coupling}.")
     if case.subject.wishes.wishes:
         notes.append("Shardings in your own code bind the plan, not those of the methods that it is compared with.")
-    return (*notes, *_remat_notes(case), *_offload_notes(case), *case.said[1])
+    return (*notes, *_scatter_notes(case), *_remat_notes(case), *_offload_notes(case), *case.said[1])
