@@ -350,7 +350,7 @@ class Profile:
         return curve.at(min(work_seconds, curve.samples[-1][0]))
 
     def after(self, work_seconds: float) -> Profile:
-        """The same for collectives that all stand so much work apart, the waiting in their curves."""
+        """The same for collectives that all stand so much work apart, the waiting in their curves (and in those of a network)."""
         return replace(self, work_between_seconds=work_seconds)
 
     @cached_property
