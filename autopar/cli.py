@@ -150,7 +150,7 @@ def _profile(given: argparse.Namespace) -> int:
     table.add_column("rate of the largest", justify="right")
     for row in profile_rows(profile):
         table.add_row(*row)
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
     print(f"written to {path}")
     return OK
 
@@ -195,7 +195,7 @@ def _network(given: argparse.Namespace) -> int:
     table.add_column("rate of the largest", justify="right")
     for row in network_rows(network):
         table.add_row(*row)
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
     print(f"written to {given.out}")
     return OK
 
