@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,12 +130,9 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
 
 
 def _profile(given: argparse.Namespace) -> int:
-    if given.out is not None and given.out.is_dir():
-        raise _InputError(f"--out {given.out} is a directory; name a file in it")
+    if given.out is not None:
+        _check_out(given.out)
     _make_devices(given.devices)
-    from rich.console import Console
-    from rich.table import Table
-
     from autopar.measure import FULL, QUICK, measure, profile_rows
     from autopar.profile_file import default_path, save_profile
     from autopar.progress import Progress
@@ -144,14 +141,7 @@ def _profile(given: argparse.Namespace) -> int:
         profile = measure(QUICK if given.quick else FULL, progress.say)
     path = given.out or default_path(profile.platform, profile.device_kind, profile.num_devices)
     save_profile(profile, path)
-    table = Table(title=f"{profile.num_devices} × {profile.device_kind}, {profile.machine}")
-    table.add_column("what")
-    table.add_column("at least", justify="right")
-    table.add_column("rate of the largest", justify="right")
-    for row in profile_rows(profile):
-        table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
-    print(f"written to {path}")
+    _print_measured(f"{profile.num_devices} × {profile.device_kind}, {profile.machine}", profile_rows(profile), path)
     return OK
 
 
@@ -172,11 +162,7 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
 
 
 def _network(given: argparse.Namespace) -> int:
-    if given.out.is_dir():
-        raise _InputError(f"--out {given.out} is a directory; name a file in it")
-    from rich.console import Console
-    from rich.table import Table
-
+    _check_out(given.out)
     from autopar.cluster import Cluster
     from autopar.measured_network import FULL, QUICK, measure_ray_network, network_rows
     from autopar.network_file import save_network
@@ -189,15 +175,32 @@ def _network(given: argparse.Namespace) -> int:
     finally:
         cluster.close()
     save_network(network, given.out)
-    table = Table(title=f"{cluster.hosts} hosts × {network.devices_per_host} {network.platform} devices")
+    title = f"{cluster.hosts} hosts × {network.devices_per_host} {network.platform} devices"
+    _print_measured(title, network_rows(network), given.out)
+    return OK
+
+
+def _check_out(path: Path) -> None:
+    """Before minutes are spent on what could not be written."""
+    if path.is_dir():
+        raise _InputError(f"--out {path} is a directory; name a file in it")
+    place = next(one for one in path.absolute().parents if one.exists())
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        raise _InputError(f"--out {path} cannot be written, for {place} is no directory that you may write to")
+
+
+def _print_measured(title: str, rows: Iterable[tuple[str, str, str]], path: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
     table.add_column("what")
     table.add_column("at least", justify="right")
     table.add_column("rate of the largest", justify="right")
-    for row in network_rows(network):
+    for row in rows:
         table.add_row(*row)
     Console(width=None if sys.stdout.isatty() else 120).print(table)
-    print(f"written to {given.out}")
-    return OK
+    print(f"written to {path}")
 
 
 # ------------------------------------------------------------------------------------------------------ what was given

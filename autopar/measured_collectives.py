@@ -58,11 +58,8 @@ def collective_curves(
             samples = {}
             for size_bytes in full_bytes:
                 say(f"{kind.value} of {size_bytes >> 10} KiB among {group_size}")
-                held = size_bytes // (group_size if kind is Collective.ALL_GATHER else 1)
-                elements = max(held // 4 // group_size, 1) * group_size
-                full = 4 * elements * (group_size if kind is Collective.ALL_GATHER else 1)
-                seconds = collective_seconds(bench, kind, group_size, elements, work_side)
-                samples[wire_bytes(kind, full, group_size)] = seconds
+                elements, sent = sizes_of(kind, size_bytes, group_size)
+                samples[sent] = collective_seconds(bench, kind, group_size, elements, work_side)
             yield CollectiveCurve(kind.value, group_size, Curve.through(samples))
 
 
@@ -77,15 +74,13 @@ def collective_seconds(bench: Bench, kind: Collective, group_size: int, elements
     x = bench.spread((elements,), mesh)
     link = LINKS[kind]
     return bench.chain_seconds(
-        lambda value: link(value, group_size), mesh, x, check=lambda length, text: _check_count(kind, length, text)
+        lambda value: link(value, group_size), mesh, x, check=lambda length, text: check_count(kind, length, text)
     )
 
 
 def waiting_seconds(bench: Bench, group_size: int, work_sides: tuple[int, ...]) -> dict[float, float]:
     """Seconds of work → seconds that a small all-reduce takes longer after it than after the least; of shared cores."""
-    found = [_worked(bench, Collective.ALL_REDUCE, group_size, WAITING_ELEMENTS, side) for side in work_sides]
-    least = found[0].collective_seconds
-    return {one.work_seconds: max(one.collective_seconds - least, LEAST_SECONDS) for one in found}
+    return waits_of([_worked(bench, Collective.ALL_REDUCE, group_size, WAITING_ELEMENTS, side) for side in work_sides])
 
 
 @dataclass(frozen=True)
@@ -94,6 +89,19 @@ class Worked:
 
     work_seconds: float
     collective_seconds: float
+
+
+def waits_of(found: Sequence[Worked]) -> dict[float, float]:
+    """Seconds of work → seconds that the collective after it takes longer than that of the first."""
+    least = found[0].collective_seconds
+    return {one.work_seconds: max(one.collective_seconds - least, LEAST_SECONDS) for one in found}
+
+
+def sizes_of(kind: Collective, full_bytes: int, group_size: int) -> tuple[int, float]:
+    """The float32 that each device brings to a collective of about that size, as many for each member; and wire bytes."""
+    brought = group_size if kind is Collective.ALL_GATHER else 1
+    elements = max(full_bytes // brought // 4 // group_size, 1) * group_size
+    return elements, wire_bytes(kind, 4.0 * elements * brought, group_size)
 
 
 def _worked(bench: Bench, kind: Collective, group_size: int, elements: int, side: int) -> Worked:
@@ -114,7 +122,7 @@ def _worked(bench: Bench, kind: Collective, group_size: int, elements: int, side
         both = (SPEC, SPEC)
         local = jax.shard_map(worked, mesh=mesh, in_specs=both, out_specs=both, check_vma=False)
         compiled: Any = jax.jit(local).lower(x, work).compile()
-        _check_count(kind, sends, compiled.as_text())
+        check_count(kind, sends, compiled.as_text())
         return compiled
 
     one, all_links = chain(1), chain(WORKED_CHAIN)
@@ -122,8 +130,8 @@ def _worked(bench: Bench, kind: Collective, group_size: int, elements: int, side
     return Worked(least / WORKED_CHAIN, max((most - least) / (WORKED_CHAIN - 1), LEAST_SECONDS))
 
 
-def _check_count(kind: Collective, length: int, text: str) -> None:
-    """The executable holds the whole chain, or what was timed would mean nothing."""
+def check_count(kind: Collective, length: int, text: str) -> None:
+    """Raises ``ClusterError`` unless the executable holds so many of the kind, without which what was timed means nothing."""
     opcode = "collective-permute" if kind is Collective.PERMUTE else kind.value
     found = text.count(f" {opcode}(") + text.count(f" {opcode}-start(")
     if found != length:

@@ -32,9 +32,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from autopar.bench import SPEC
 from autopar.cluster import Cluster
 from autopar.cores import quota_cores
-from autopar.cost_model.collectives import Collective, wire_bytes
+from autopar.cost_model.collectives import Collective
 from autopar.errors import ClusterError
-from autopar.measured_collectives import LINKS, WAITING_ELEMENTS, Worked
+from autopar.measured_collectives import LINKS, WAITING_ELEMENTS, Worked, check_count, sizes_of, waits_of
 from autopar.network import Network, Span, SpanCurve, SpanWait, spans_of
 from autopar.on_ray import fleet_of
 from autopar.profile import Curve, Samples
@@ -185,11 +185,7 @@ def samples(devices: Sequence[Any], asked: Asked) -> Samples:
     mesh = _mesh(devices, asked)
     found = {}
     for size_bytes in asked.effort.full_bytes:
-        is_gather = asked.kind is Collective.ALL_GATHER
-        size = asked.span.group_size
-        held_bytes = size_bytes // (size if is_gather else 1)
-        elements = max(held_bytes // 4 // size, 1) * size
-        sent = wire_bytes(asked.kind, 4.0 * elements * (size if is_gather else 1), size)
+        elements, sent = sizes_of(asked.kind, size_bytes, asked.span.group_size)
         found[sent] = _worked(mesh, asked, elements, asked.effort.work_sides[0]).collective_seconds
     return tuple(sorted(found.items()))
 
@@ -197,9 +193,7 @@ def samples(devices: Sequence[Any], asked: Asked) -> Samples:
 def waiting_samples(devices: Sequence[Any], asked: Asked) -> Samples:
     """(seconds of work, seconds that a small collective takes longer after it than after the least)."""
     mesh = _mesh(devices, asked)
-    found = [_worked(mesh, asked, WAITING_ELEMENTS, side) for side in asked.effort.work_sides]
-    least = found[0].collective_seconds
-    waits = {one.work_seconds: max(one.collective_seconds - least, LEAST_SECONDS) for one in found}
+    waits = waits_of([_worked(mesh, asked, WAITING_ELEMENTS, side) for side in asked.effort.work_sides])
     return tuple(sorted(waits.items()))
 
 
@@ -234,7 +228,8 @@ def _worked(mesh: Mesh, asked: Asked, elements: int, side: int) -> Worked:
     )
     value, weights = _zeros(mesh, elements), _zeros(mesh, side, side)
     counts = [_placed(mesh, np.int32(count), PartitionSpec()) for count in (1, length)]
-    compiled = jax.jit(local).lower(counts[0], value, weights).compile()
+    compiled: Any = jax.jit(local).lower(counts[0], value, weights).compile()
+    check_count(asked.kind, 1, compiled.as_text())  # in the body of the first loop
     one, many = (lambda count=count: compiled(count, value, weights) for count in counts)
     least, most = timer_of(0.0, asked.effort.runs, quota_cores()).waiting(one, many)
     return Worked(least / length, max((most - least) / (length - 1), LEAST_SECONDS))

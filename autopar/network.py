@@ -22,12 +22,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.errors import ClusterError
-from autopar.profile import Curve
+from autopar.profile import Curve, refuse_twice
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class Network:
             raise ClusterError(f"latency_seconds is {self.latency_seconds!r}; give a finite number of zero or more")
         if not (math.isfinite(self.bytes_per_second) and self.bytes_per_second > 0):
             raise ClusterError(f"bytes_per_second is {self.bytes_per_second!r}; give a finite number above zero")
-        _refuse_twice("collectives", [(one.kind, one.span) for one in self.collectives])
-        _refuse_twice("waits", [one.span for one in self.waits])
+        refuse_twice("collectives", ((one.kind, one.span) for one in self.collectives))
+        refuse_twice("waits", (one.span for one in self.waits))
 
     def __hash__(self) -> int:
         return hash((self.measured_at, self.platform, self.devices_per_host, self.bytes_per_second))
@@ -105,9 +105,7 @@ class Network:
 
         After more work than was measured it is as after the most.
         """
-        if (curve := self._waits.get(span)) is None:
-            return None
-        return lambda work_seconds: curve.at(min(work_seconds, curve.samples[-1][0]))
+        return None if (curve := self._waits.get(span)) is None else curve.up_to_last
 
     @cached_property
     def exchange_ratio(self) -> float:
@@ -133,11 +131,6 @@ class Network:
     @cached_property
     def _waits(self) -> dict[Span, Curve]:
         return {one.span: one.curve for one in self.waits}
-
-
-def _refuse_twice(what: str, keys: Sequence[object]) -> None:
-    if twice := [number for number, key in enumerate(keys) if key in keys[:number]]:
-        raise ClusterError(f"{what}[{twice[0]}] is there twice; keep one of them")
 
 
 def spans_of(hosts: int, devices_per_host: int) -> list[Span]:

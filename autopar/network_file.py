@@ -9,59 +9,46 @@ file, the place in it, and what to do.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta, Struct
 
 from autopar.errors import ClusterError
-from autopar.files import Header, write_atomically
+from autopar.measured_file import Count, MeasuredFile, Positive, StoredSamples, curve_of
 from autopar.network import Network, Span, SpanCurve, SpanWait
-from autopar.profile import Curve, Samples
-from autopar.profile_file import KINDS
-
-FILE_FORMAT = "autopar-network"
-FILE_VERSION = 1
-_ADVICE = "correct it, or measure again with `autopar network`"
-
-_Positive = Annotated[float, Meta(gt=0)]
-_Samples = Annotated[tuple[tuple[_Positive, _Positive], ...], Meta(min_length=1)]
-_Count = Annotated[int, Meta(ge=1)]
 
 
 class _Collective(Struct, forbid_unknown_fields=True):
     kind: str
     hosts: Annotated[int, Meta(ge=2)]
-    per_host: _Count
-    samples: _Samples
+    per_host: Count
+    samples: StoredSamples
 
 
 class _Wait(Struct, forbid_unknown_fields=True):
     hosts: Annotated[int, Meta(ge=2)]
-    per_host: _Count
-    samples: _Samples
+    per_host: Count
+    samples: StoredSamples
 
 
 class _Network(Struct, forbid_unknown_fields=True, kw_only=True):
     jax_version: str
     platform: str
-    devices_per_host: _Count
+    devices_per_host: Count
     measured_at: str
     latency_seconds: Annotated[float, Meta(ge=0)]
-    bytes_per_second: _Positive
+    bytes_per_second: Positive
     collectives: tuple[_Collective, ...]
     waits: tuple[_Wait, ...] = ()
 
 
-class _File(Struct, forbid_unknown_fields=True):
-    format: str
-    version: int
-    network: _Network
+FILE = MeasuredFile("network", "autopar network", _Network, versions=(1,))
 
 
 def save_network(network: Network, path: str | Path) -> None:
-    """Write it, at once or not at all.  Raises ``ClusterError`` if that fails."""
+    """Write it, at once or not at all; makes the directory.  Raises ``ClusterError`` if that fails."""
     stored = _Network(
         jax_version=network.jax_version,
         platform=network.platform,
@@ -74,71 +61,39 @@ def save_network(network: Network, path: str | Path) -> None:
         ),
         waits=tuple(_Wait(one.span.hosts, one.span.per_host, one.curve.samples) for one in network.waits),
     )
-    data = msgspec.json.encode(_File(FILE_FORMAT, FILE_VERSION, stored))
-    try:
-        write_atomically(path, msgspec.json.format(data, indent=1) + b"\n")
-    except OSError as error:
-        raise ClusterError(f"cannot write network {path}: {error.strerror or error}; check the path") from error
+    FILE.write(stored, path)
 
 
 def load_network(path: str | Path) -> Network:
     """The network in a file; raises ``ClusterError`` naming the file, the place in it and what to do."""
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise ClusterError(
-            f"cannot read network {path}: {error.strerror or error}; check the path, or measure with `autopar network`"
-        ) from error
-    try:
-        header = msgspec.json.decode(data, type=Header)
-        if header.format != FILE_FORMAT:
-            raise ClusterError(
-                f"{path}: $.format is {header.format!r}, not {FILE_FORMAT!r}; this is no measured network"
-            )
-        if header.version != FILE_VERSION:
-            raise ClusterError(
-                f"{path}: $.version is {header.version}, this release reads {FILE_VERSION}; "
-                "measure again with `autopar network`"
-            )
-        stored = msgspec.json.decode(data, type=_File).network
-    except msgspec.ValidationError as error:
-        raise ClusterError(f"{path}: {error}; {_ADVICE}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ClusterError(
-            f"{path} is not complete JSON ({error}); it holds no NaN or infinity, and may have been cut short: measure again "
-            "with `autopar network`"
-        ) from error
-    return _network(path, stored)
+    return _decode(str(path), FILE.read(path))
 
 
-def _network(path: str | Path, stored: _Network) -> Network:
+# As with profiles: clusters key the caches of the cost model.
+@functools.lru_cache(maxsize=8)
+def _decode(path: str, data: bytes) -> Network:
+    stored = FILE.decoded(path, data)
+    FILE.check_kinds(path, {"collectives": tuple(one.kind for one in stored.collectives)})
     try:
-        return Network(
-            jax_version=stored.jax_version,
-            platform=stored.platform,
-            devices_per_host=stored.devices_per_host,
-            measured_at=stored.measured_at,
-            latency_seconds=stored.latency_seconds,
-            bytes_per_second=stored.bytes_per_second,
-            collectives=tuple(_span_curve(number, one) for number, one in enumerate(stored.collectives)),
-            waits=tuple(
-                SpanWait(Span(one.hosts, one.per_host), _curve(f"waits[{number}]", one.samples))
-                for number, one in enumerate(stored.waits)
-            ),
-        )
+        return _network(stored)
     except ClusterError as error:
-        raise ClusterError(f"{path}: $.network.{error}; {_ADVICE}") from error
+        raise ClusterError(f"{path}: $.network.{error}; {FILE.advice}") from error
 
 
-def _span_curve(number: int, stored: _Collective) -> SpanCurve:
-    if stored.kind not in KINDS:
-        raise ClusterError(f"collectives[{number}].kind is {stored.kind!r}, not one of {', '.join(KINDS)}")
-    place = f"collectives[{number}]"
-    return SpanCurve(stored.kind, Span(stored.hosts, stored.per_host), _curve(place, stored.samples))
-
-
-def _curve(place: str, samples: Samples) -> Curve:
-    try:
-        return Curve(samples)
-    except ClusterError as error:
-        raise ClusterError(f"{place}.samples: {error}") from error
+def _network(stored: _Network) -> Network:
+    return Network(
+        jax_version=stored.jax_version,
+        platform=stored.platform,
+        devices_per_host=stored.devices_per_host,
+        measured_at=stored.measured_at,
+        latency_seconds=stored.latency_seconds,
+        bytes_per_second=stored.bytes_per_second,
+        collectives=tuple(
+            SpanCurve(one.kind, Span(one.hosts, one.per_host), curve_of(f"collectives[{number}].samples", one.samples))
+            for number, one in enumerate(stored.collectives)
+        ),
+        waits=tuple(
+            SpanWait(Span(one.hosts, one.per_host), curve_of(f"waits[{number}].samples", one.samples))
+            for number, one in enumerate(stored.waits)
+        ),
+    )

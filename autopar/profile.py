@@ -153,6 +153,10 @@ class Curve:
         share = (amount - amounts[right - 1]) / (amounts[right] - amounts[right - 1])
         return seconds[right - 1] + share * (seconds[right] - seconds[right - 1])
 
+    def up_to_last(self, amount: float) -> float:
+        """Seconds of an amount; of more than was measured those of the last point."""
+        return self.at(min(amount, self.samples[-1][0]))
+
     def raised(self, seconds: float) -> Curve:
         """So many seconds more everywhere."""
         return Curve(tuple((amount, measured + seconds) for amount, measured in self.samples)) if seconds else self
@@ -317,12 +321,12 @@ class Profile:
         rate = self.turned_bytes_per_second
         if rate is not None and not (math.isfinite(rate) and rate > 0):
             raise ClusterError(f"turned_bytes_per_second is {rate!r}; give a finite number above zero")
-        _refuse_twice("operations", (one.primitive for one in self.operations))
-        _refuse_twice("collectives", ((one.kind, one.group_size) for one in self.collectives))
-        _refuse_twice("world_collectives", ((one.kind, one.group_size) for one in self.world_collectives))
-        _refuse_twice("waits", (one.group_size for one in self.waits))
-        _refuse_twice("products", ((one.dtype, one.shape.value) for one in self.products))
-        _refuse_twice("convolutions", ((one.dtype, one.family.value) for one in self.convolutions))
+        refuse_twice("operations", (one.primitive for one in self.operations))
+        refuse_twice("collectives", ((one.kind, one.group_size) for one in self.collectives))
+        refuse_twice("world_collectives", ((one.kind, one.group_size) for one in self.world_collectives))
+        refuse_twice("waits", (one.group_size for one in self.waits))
+        refuse_twice("products", ((one.dtype, one.shape.value) for one in self.products))
+        refuse_twice("convolutions", ((one.dtype, one.family.value) for one in self.convolutions))
 
     def __hash__(self) -> int:
         return hash((self.machine, self.measured_at, self.platform, self.num_devices))
@@ -347,7 +351,7 @@ class Profile:
         if not sizes:
             return 0.0
         curve = sizes[_nearest(sizes, group_size)]
-        return curve.at(min(work_seconds, curve.samples[-1][0]))
+        return curve.up_to_last(work_seconds)
 
     def after(self, work_seconds: float) -> Profile:
         """The same for collectives that all stand so much work apart, the waiting in their curves (and in those of a network)."""
@@ -454,7 +458,8 @@ def _nearest(measured: Iterable[int], group_size: int) -> int:
     return min(measured, key=lambda size: abs(1 / size - 1 / group_size))
 
 
-def _refuse_twice(what: str, keys: Iterable[object]) -> None:
+def refuse_twice(what: str, keys: Iterable[object]) -> None:
+    """Raises ``ClusterError`` naming the first of the keys that was there before."""
     seen = set()
     for number, key in enumerate(keys):
         if key in seen:

@@ -27,100 +27,86 @@ import msgspec
 from msgspec import Meta, Struct
 
 from autopar.errors import ClusterError
-from autopar.files import Header, write_atomically
+from autopar.measured_file import Count, MeasuredFile, Positive, StoredSamples, curve_of
 from autopar.profile import (
     CollectiveCurve,
     ConvolutionCurve,
     ConvolutionFamily,
-    Curve,
     Dispatch,
     Fresh,
     OperationRate,
     ProductCurve,
     ProductShape,
     Profile,
-    Samples,
     WaitCurve,
 )
 
-FILE_FORMAT = "autopar-profile"
-FILE_VERSION = 6
-READABLE_VERSIONS = (1, 2, 3, 4, 5, FILE_VERSION)
 PLACE_VARIABLE = "AUTOPAR_PROFILE"
 NO_PROFILE = "none"
-_ADVICE = "correct it, or measure again with `autopar profile`"
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "permute")
-
-_Positive = Annotated[float, Meta(gt=0)]
-_Samples = Annotated[tuple[tuple[_Positive, _Positive], ...], Meta(min_length=1)]
-_Count = Annotated[int, Meta(ge=1)]
 
 
 class _Collective(Struct, forbid_unknown_fields=True):
     kind: str
     group_size: Annotated[int, Meta(ge=2)]
-    samples: _Samples
+    samples: StoredSamples
 
 
 class _Wait(Struct, forbid_unknown_fields=True):
     group_size: Annotated[int, Meta(ge=2)]
-    samples: _Samples
+    samples: StoredSamples
 
 
 class _Product(Struct, forbid_unknown_fields=True):
     dtype: str
-    itemsize_bytes: _Count
+    itemsize_bytes: Count
     shape: ProductShape
-    samples: _Samples
+    samples: StoredSamples
 
 
 class _Convolution(Struct, forbid_unknown_fields=True):
     dtype: str
     family: ConvolutionFamily
-    samples: _Samples
+    samples: StoredSamples
 
 
 class _Dispatch(Struct, forbid_unknown_fields=True):
-    call_seconds: _Positive
-    message_seconds: _Positive
+    call_seconds: Positive
+    message_seconds: Positive
     alone_speed: Annotated[float, Meta(ge=1)]
 
 
 class _Fresh(Struct, forbid_unknown_fields=True):
-    outputs: _Samples
-    scratch: _Samples
+    outputs: StoredSamples
+    scratch: StoredSamples
 
 
 class _Operation(Struct, forbid_unknown_fields=True):
     primitive: str
-    seconds_per_flop: _Positive
+    seconds_per_flop: Positive
 
 
 class _Profile(Struct, forbid_unknown_fields=True, kw_only=True):
     jax_version: str
     platform: str
     device_kind: str
-    num_devices: _Count
+    num_devices: Count
     machine: str
     measured_at: str
     collectives: tuple[_Collective, ...]
     products: tuple[_Product, ...]
-    elementwise: _Samples
+    elementwise: StoredSamples
     dispatch: _Dispatch | None = None
-    streamed: _Samples | None = None
+    streamed: StoredSamples | None = None
     fresh: _Fresh | None = None
     operations: tuple[_Operation, ...] = ()
     convolutions: tuple[_Convolution, ...] = ()
     waits: tuple[_Wait, ...] = ()
-    turned_bytes_per_second: _Positive | None = None
-    exchanges: _Samples | None = None
+    turned_bytes_per_second: Positive | None = None
+    exchanges: StoredSamples | None = None
     world_collectives: tuple[_Collective, ...] = ()
 
 
-class _File(Struct, forbid_unknown_fields=True):
-    format: str
-    version: int
-    profile: _Profile
+FILE = MeasuredFile("profile", "autopar profile", _Profile, versions=(1, 2, 3, 4, 5, 6))
 
 
 # ------------------------------------------------------------------------------------------------------ where it lies
@@ -184,12 +170,7 @@ def save_profile(profile: Profile, path: str | Path) -> None:
         exchanges=None if profile.exchanges is None else profile.exchanges.samples,
         world_collectives=_stored(profile.world_collectives),
     )
-    data = msgspec.json.encode(_File(FILE_FORMAT, FILE_VERSION, stored))
-    try:
-        Path(os.path.realpath(path)).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, msgspec.json.format(data, indent=1) + b"\n")
-    except OSError as error:
-        raise ClusterError(f"cannot write profile {path}: {error.strerror or error}; check the path") from error
+    FILE.write(stored, path)
 
 
 def _stored(curves: Sequence[CollectiveCurve]) -> tuple[_Collective, ...]:
@@ -198,94 +179,64 @@ def _stored(curves: Sequence[CollectiveCurve]) -> tuple[_Collective, ...]:
 
 def load_profile(path: str | Path) -> Profile:
     """The profile in a file; raises ``ClusterError`` naming the file, the place in it and what to do."""
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise ClusterError(
-            f"cannot read profile {path}: {error.strerror or error}; check the path, or measure with `autopar profile`"
-        ) from error
-    return _decode(str(path), data)
+    return _decode(str(path), FILE.read(path))
 
 
 # Clusters key the caches of the cost model, where one profile is told apart from another at once only if it is itself.
 @functools.lru_cache(maxsize=8)
 def _decode(path: str, data: bytes) -> Profile:
+    stored = FILE.decoded(path, data)
+    FILE.check_kinds(
+        path,
+        {
+            "collectives": tuple(one.kind for one in stored.collectives),
+            "world_collectives": tuple(one.kind for one in stored.world_collectives),
+        },
+    )
     try:
-        header = msgspec.json.decode(data, type=Header)
-        if header.format != FILE_FORMAT:
-            raise ClusterError(f"{path}: $.format is {header.format!r}, not {FILE_FORMAT!r}; this is no profile")
-        if header.version not in READABLE_VERSIONS:
-            raise ClusterError(
-                f"{path}: $.version is {header.version}, this release reads {', '.join(map(str, READABLE_VERSIONS))}; "
-                "measure again with `autopar profile`"
-            )
-        stored = msgspec.json.decode(data, type=_File).profile
-    except msgspec.ValidationError as error:
-        raise ClusterError(f"{path}: {error}; {_ADVICE}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ClusterError(
-            f"{path} is not complete JSON ({error}); a profile holds no NaN or infinity, and this one may have been cut "
-            "short: measure again with `autopar profile`"
-        ) from error
-    return _profile(path, stored)
-
-
-def _profile(path: str, stored: _Profile) -> Profile:
-    for name, curves in (("collectives", stored.collectives), ("world_collectives", stored.world_collectives)):
-        for number, one in enumerate(curves):
-            if one.kind not in KINDS:
-                raise ClusterError(
-                    f"{path}: $.profile.{name}[{number}].kind is {one.kind!r}, not one of {', '.join(KINDS)}; {_ADVICE}"
-                )
-    try:
-        return Profile(
-            jax_version=stored.jax_version,
-            platform=stored.platform,
-            device_kind=stored.device_kind,
-            num_devices=stored.num_devices,
-            machine=stored.machine,
-            measured_at=stored.measured_at,
-            collectives=_collectives("collectives", stored.collectives),
-            products=tuple(
-                ProductCurve(
-                    one.dtype, one.itemsize_bytes, one.shape, _curve(f"products[{number}].samples", one.samples)
-                )
-                for number, one in enumerate(stored.products)
-            ),
-            elementwise=_curve("elementwise", stored.elementwise),
-            dispatch=None if stored.dispatch is None else Dispatch(**msgspec.structs.asdict(stored.dispatch)),
-            streamed=None if stored.streamed is None else _curve("streamed", stored.streamed),
-            fresh=None if stored.fresh is None else _fresh(stored.fresh),
-            operations=tuple(OperationRate(one.primitive, one.seconds_per_flop) for one in stored.operations),
-            convolutions=tuple(
-                ConvolutionCurve(one.dtype, one.family, _curve(f"convolutions[{number}].samples", one.samples))
-                for number, one in enumerate(stored.convolutions)
-            ),
-            waits=tuple(
-                WaitCurve(one.group_size, _curve(f"waits[{number}].samples", one.samples))
-                for number, one in enumerate(stored.waits)
-            ),
-            turned_bytes_per_second=stored.turned_bytes_per_second,
-            exchanges=None if stored.exchanges is None else _curve("exchanges", stored.exchanges),
-            world_collectives=_collectives("world_collectives", stored.world_collectives),
-        )
+        return _profile(stored)
     except ClusterError as error:
         raise ClusterError(f"{path}: $.profile.{error}") from error
 
 
+def _profile(stored: _Profile) -> Profile:
+    return Profile(
+        jax_version=stored.jax_version,
+        platform=stored.platform,
+        device_kind=stored.device_kind,
+        num_devices=stored.num_devices,
+        machine=stored.machine,
+        measured_at=stored.measured_at,
+        collectives=_collectives("collectives", stored.collectives),
+        products=tuple(
+            ProductCurve(one.dtype, one.itemsize_bytes, one.shape, curve_of(f"products[{number}].samples", one.samples))
+            for number, one in enumerate(stored.products)
+        ),
+        elementwise=curve_of("elementwise", stored.elementwise),
+        dispatch=None if stored.dispatch is None else Dispatch(**msgspec.structs.asdict(stored.dispatch)),
+        streamed=None if stored.streamed is None else curve_of("streamed", stored.streamed),
+        fresh=None if stored.fresh is None else _fresh(stored.fresh),
+        operations=tuple(OperationRate(one.primitive, one.seconds_per_flop) for one in stored.operations),
+        convolutions=tuple(
+            ConvolutionCurve(one.dtype, one.family, curve_of(f"convolutions[{number}].samples", one.samples))
+            for number, one in enumerate(stored.convolutions)
+        ),
+        waits=tuple(
+            WaitCurve(one.group_size, curve_of(f"waits[{number}].samples", one.samples))
+            for number, one in enumerate(stored.waits)
+        ),
+        turned_bytes_per_second=stored.turned_bytes_per_second,
+        exchanges=None if stored.exchanges is None else curve_of("exchanges", stored.exchanges),
+        world_collectives=_collectives("world_collectives", stored.world_collectives),
+    )
+
+
 def _collectives(place: str, stored: Sequence[_Collective]) -> tuple[CollectiveCurve, ...]:
     return tuple(
-        CollectiveCurve(one.kind, one.group_size, _curve(f"{place}[{number}].samples", one.samples))
+        CollectiveCurve(one.kind, one.group_size, curve_of(f"{place}[{number}].samples", one.samples))
         for number, one in enumerate(stored)
     )
 
 
 def _fresh(stored: _Fresh) -> Fresh:
-    return Fresh(_curve("fresh.outputs", stored.outputs), _curve("fresh.scratch", stored.scratch))
-
-
-def _curve(place: str, samples: Samples) -> Curve:
-    try:
-        return Curve(samples)
-    except ClusterError as error:
-        raise ClusterError(f"{place}: {error}") from error
+    return Fresh(curve_of("fresh.outputs", stored.outputs), curve_of("fresh.scratch", stored.scratch))

@@ -172,3 +172,12 @@ def test_a_profile_that_cannot_be_stored_is_refused_before_anything_is_measured(
     monkeypatch.setattr(measure, "measure", lambda *_: pytest.fail("measured"))
     assert main(["profile", "--out", str(tmp_path)]) == BAD_INPUT
     assert "is a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["profile", "network"])
+def test_where_nothing_can_be_written_nothing_is_measured(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main([command, "--out", str(tmp_path / "file" / "measured.json")]) == BAD_INPUT
+    assert f"{tmp_path / 'file'} is no directory" in capsys.readouterr().err
