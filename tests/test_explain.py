@@ -23,6 +23,7 @@ from autopar.intra_op.why import Answer
 from autopar.plan import Layout
 from autopar.schedule.reshard import shares
 from autopar.wording import bytes_text, families, family_name, slashed
+from tests.test_profile import profile_of
 
 OPTIMIZER = optax.adam(1e-3)
 WIDTH, HIDDEN, LAYERS, BATCH = 512, 2048, 4, 4096
@@ -368,6 +369,29 @@ def test_after_a_run_the_prediction_is_held_against_the_measurement() -> None:
     other = autopar.explain(step, method="data_parallel")
     assert other.method == "data_parallel" and other.measured is None
     assert autopar.explain(step, state, batch).measured is None
+
+
+@pytest.mark.parametrize(
+    ("times", "is_told"), [((1.0,), False), ((1.4, 1.4, 9.0), False), ((3.0, 3.2), True), ((0.2,), True)]
+)
+def test_a_prediction_far_from_the_clock_says_what_would_mend_it(times: tuple[float, ...], is_told: bool) -> None:
+    step = autopar.parallelize(mlp_step, stages=1, cluster=autopar.Cluster.local(profile=None))
+    step(mlp_state(**SMALL), mlp_batch(SMALL["width"], 32))
+    assert step.last is not None
+    step.last.step_seconds[:] = [one * step.last.plan.step_seconds for one in times]
+    told = [note for note in autopar.explain(step).notes if "`autopar profile`" in note]
+    assert len(told) == is_told
+    if is_told:
+        assert f"took {np.median(times):.1f} times" in told[0]
+
+
+def test_where_devices_were_measured_nothing_is_said_of_measuring_them() -> None:
+    measured = autopar.Cluster.local(profile=None).with_profile(profile_of(len(jax.devices())))
+    step = autopar.parallelize(mlp_step, stages=1, cluster=measured)
+    step(mlp_state(**SMALL), mlp_batch(SMALL["width"], 32))
+    assert step.last is not None
+    step.last.step_seconds[:] = [9 * step.last.plan.step_seconds]
+    assert not [note for note in autopar.explain(step).notes if "`autopar profile`" in note]
 
 
 def test_a_loaded_plan_is_explained_without_runner_ups() -> None:

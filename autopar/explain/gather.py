@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 WITHOUT_PIPELINE = "intra_op"
 """The method that gives the best plan of a single stage."""
 
+FAR_FROM_FORETOLD = 1.5
+"""Steps that take so many times what was foretold, or that part of it, are worth a word."""
+
 REPEATED_SHARE = 0.01
 """Repeated work below this share of the step is not worth a word."""
 
@@ -213,7 +216,20 @@ def _pipeline_notes(case: _Case) -> tuple[str, ...]:
         notes.append(f"There is one microbatch, because {case.subject.coupling}.")
     if not case.subject.donated or not case.step.demands.donate_state:
         notes.append("No state is donated, so a step holds the old and the new state at once.")
-    return (*notes, *_scatter_notes(case), *_remat_notes(case), *case.said[1])
+    return (*notes, *_clock_notes(case), *_scatter_notes(case), *_remat_notes(case), *case.said[1])
+
+
+def _clock_notes(case: _Case) -> tuple[str, ...]:
+    """What to do where the clock says another thing than was foretold of devices that nobody has measured."""
+    if case.ran is None or not case.ran.step_seconds or case.cluster.profile is not None:
+        return ()
+    ratio = statistics.median(case.ran.step_seconds) / case.plan.step_seconds
+    if 1 / FAR_FROM_FORETOLD < ratio < FAR_FROM_FORETOLD:
+        return ()
+    found = f"The step took {ratio:.1f} times what was foretold by figures that are built in."
+    return (
+        f"{found} `autopar profile` measures the devices, once; steps that are planned after it go by what it found.",
+    )
 
 
 def _scatter_notes(case: _Case) -> tuple[str, ...]:
@@ -438,4 +454,5 @@ def _notes(case: _Case, whys: tuple[Why, ...]) -> tuple[str, ...]:
         notes.append(f"Microbatches would save memory, but {case.subject.coupling}.")
     if case.subject.wishes.wishes:
         notes.append("Shardings in your own code bind the plan, not those of the methods that it is compared with.")
-    return (*notes, *_scatter_notes(case), *_remat_notes(case), *_offload_notes(case), *case.said[1])
+    notes += [*_clock_notes(case), *_scatter_notes(case), *_remat_notes(case), *_offload_notes(case)]
+    return (*notes, *case.said[1])
