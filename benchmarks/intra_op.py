@@ -1,6 +1,7 @@
 """The integer program against experts: every model × every method × clusters, judged by the compiled HLO.
 
     python -m benchmarks.intra_op [--models gpt …] [--meshes 1x8 2x4 …] [--size bench] [--resume FILE] [--clock]
+                                  [--profile FILE]
 
 Clusters are hosts × devices: this machine (1x8), the same devices as two hosts with a network ten times slower than the
 local link (2x4) or as four with one a hundred times slower (4x2), and eight hosts like this one (8x8, ten times slower, a
@@ -11,7 +12,8 @@ instruction and α-β of every collective that XLA really emitted), not the plan
 A table per model and cluster, ``auto`` over the best hand-made method that fits, and at the end of all what the ratios and
 the errors of predicted memory come to.  What cannot be planned or compiled is a row that says why.  With ``--resume`` each
 cell is appended to a file of JSON lines as soon as it is known, and figures that the file has are not made again.
-``--clock`` also runs the steps of 1x8 on this machine, all methods of a model in turn, and prints the median.
+``--clock`` also runs the steps of 1x8 on this machine, all methods of a model in turn, and prints the median.  With ``--profile``
+1x8 is planned and priced by what was measured (``autopar profile``) in place of plain figures.
 """
 
 from __future__ import annotations
@@ -56,6 +58,8 @@ class Setting:
     slowdown: int
     batches: int = 1
     """How many times the model's own batch is taken."""
+    profile: Path | None = None
+    """What was measured on this machine, if it is the cluster."""
 
     @property
     def num_devices(self) -> int:
@@ -68,8 +72,8 @@ class Setting:
         return self.hosts == 1
 
     def cluster(self) -> Cluster:
-        """The cluster, by plain figures."""
-        local = Cluster.local(jax.devices()[:LOCAL_DEVICES], profile=None)
+        """The cluster, by plain figures where nothing was measured."""
+        local = Cluster.local(jax.devices()[:LOCAL_DEVICES], profile=self.profile)
         if self.can_run:
             return local
         near = local.local_link
@@ -215,6 +219,7 @@ def main() -> None:
     """Print a table per model and cluster, the ratios, and the summary."""
     arguments = parsed_arguments()
     settings = [SETTINGS[label] for label in arguments.meshes]
+    settings = [replace(one, profile=arguments.profile) if one.can_run else one for one in settings]
     devices = max(LOCAL_DEVICES, *(setting.num_devices for setting in settings))
     os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count={devices}")
     console = Console(width=150)
@@ -246,6 +251,7 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--resume", type=Path, help="a file of JSON lines that is read first and appended to")
     parser.add_argument("--clock", action="store_true")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--profile", type=Path, help="what `autopar profile` measured on this machine")
     return parser.parse_args()
 
 
