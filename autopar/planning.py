@@ -35,7 +35,16 @@ from autopar.inter_op.looped import looped
 from autopar.inter_op.rescaled import Rescaling
 from autopar.inter_op.sites import fewer_devices
 from autopar.intra_op.restrict import Restriction
-from autopar.intra_op.search import HOPELESS, LARGE_OPERATORS, WORTH_SHARE, Found, Task, may_cost_less, search
+from autopar.intra_op.search import (
+    HOPELESS,
+    LARGE_OPERATORS,
+    WORTH_SHARE,
+    Found,
+    Task,
+    may_cost_less,
+    search,
+    search_below,
+)
 from autopar.likeness import as_there
 from autopar.methods import HAND_MADE, IntraOp, Subject, mesh_of, method_of
 from autopar.pipelines import (
@@ -241,10 +250,11 @@ class _Planner:
         if counts[0] > 1 and self.is_large:
             return search.among(counts)
         search.try_count(counts[0])
-        if search.best is None and len(counts) > 1:
-            search.try_count(counts[-1])  # if the smallest microbatches do not fit, nothing does
+        others = counts[1:]
+        if search.best is None and others:
+            search.try_count(others.pop())  # if the smallest microbatches do not fit, nothing does
         if search.best is not None and search.needs_more:
-            for count in counts[1:]:
+            for count in others:
                 if search.is_coupled or not search.try_count(count):
                     break
         return self._or_by_hand(search.result())
@@ -300,6 +310,17 @@ class _Planner:
         one = self._forms.microbatched(self.demands.terms(count))
         task = self._task(one)
         found = search(task, self._forms.ground(one, task.separate))
+        return self._planned(one, found)
+
+    def faster_in(self, count: int, seconds: float) -> tuple[Subjected, Plan, Found] | None:
+        """The plan in so many microbatches; None where it is known that no plan costs less than that."""
+        self._report_progress(f"planning {count} microbatches")
+        one = self._forms.microbatched(self.demands.terms(count))
+        task = self._task(one)
+        found = search_below(task, self._forms.ground(one, task.separate), seconds)
+        return None if found is None else self._planned(one, found)
+
+    def _planned(self, one: Subjected, found: Found) -> tuple[Subjected, Plan, Found]:
         return one, plan_of(one, self.cluster, method_of(self.demands.method).name, found), found
 
     def bound_seconds(self, count: int, known: tuple[Subjected, Plan, Found], enough: float) -> float:
@@ -415,7 +436,12 @@ class _MicrobatchSearch:
     def try_count(self, count: int) -> bool:
         """Plan for this many microbatches; whether more of them might still be faster."""
         try:
-            found = self._planner.plan_in(count)
+            if self.best is None:
+                found = self._planner.plan_in(count)
+            elif (faster := self._planner.faster_in(count, self.best[1].step_seconds)) is None:
+                return True
+            else:
+                found = faster
         except BudgetError as error:
             self._refusal = self._refusal or error
             return True
