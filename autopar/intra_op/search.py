@@ -12,6 +12,7 @@ that exceeds the budget, the rows are tightened by the difference and the progra
 
 from __future__ import annotations
 
+import enum
 import itertools
 import math
 import time
@@ -145,6 +146,13 @@ class Found:
         return self.model is None or bool(self.model.memory)
 
 
+class TooSlow(enum.Enum):
+    """There may be plans, but none that costs as little as is wanted."""
+
+    REGARDLESS = enum.auto()  # not even without the budget
+    WITHIN_BUDGET = enum.auto()
+
+
 def search(task: Task, ground: Ground | None = None) -> Found:
     """The fastest stage over all meshes that keeps the budget; ``ground`` is the task's, if it is known already.
 
@@ -154,12 +162,12 @@ def search(task: Task, ground: Ground | None = None) -> Found:
     Raises :class:`~autopar.errors.BudgetError` when none keeps it, naming the largest tenants of the leanest plan.
     """
     found = search_below(task, ground or Ground(task.graph, task.state_pairs, task.separate), math.inf)
-    assert found is not None
+    assert isinstance(found, Found)
     return found
 
 
-def search_below(task: Task, ground: Ground, seconds: float) -> Found | None:
-    """The same; None where plans were found, or may be there, but none costs less than ``seconds``."""
+def search_below(task: Task, ground: Ground, seconds: float) -> Found | TooSlow:
+    """The same among the plans that cost less than ``seconds``."""
     started = time.monotonic()
     best = _Best(task, seconds)
     wide: list[OnMesh] = []
@@ -173,7 +181,7 @@ def search_below(task: Task, ground: Ground, seconds: float) -> Found | None:
             else:
                 optimum = on_mesh.solve_below(seconds) if math.isfinite(seconds) else on_mesh.solve()
                 if optimum is None:
-                    best.is_any_too_slow = True
+                    best.refuse()
                 else:
                     solved.append((on_mesh, optimum))
         except PlanError as error:
@@ -182,7 +190,7 @@ def search_below(task: Task, ground: Ground, seconds: float) -> Found | None:
         if solution.cost < best.cost:
             best.offer(on_mesh, solution)
         else:
-            best.is_any_too_slow = True
+            best.refuse()
     for on_mesh in wide:
         task.report_progress(f"bounding the plans on mesh {on_mesh.choices.mesh}")
         enough = best.cost * (1 - task.worth_share)
@@ -191,7 +199,7 @@ def search_below(task: Task, ground: Ground, seconds: float) -> Found | None:
             task.report_progress(f"solving for mesh {on_mesh.choices.mesh}")
             _offer_narrowed(best, on_mesh, bound)
         else:
-            best.is_any_too_slow = True
+            best.refuse()
     return best.found(seconds=time.monotonic() - started)
 
 
@@ -261,7 +269,7 @@ class _Best:
         self._leanest: Memory | None = None
         self.cost = below
         self.refusals: list[PlanError] = []
-        self.is_any_too_slow = False
+        self._too_slow: TooSlow | None = None
 
     def offer(self, on_mesh: OnMesh, solution: Solution) -> None:
         """Complete a solution, bring it within the budget, and keep it if it is the best."""
@@ -275,13 +283,17 @@ class _Best:
         if within is not None and within[1] < self.cost:
             self._found, self.cost = within
         else:
-            self.is_any_too_slow = True
+            self._too_slow = TooSlow.WITHIN_BUDGET
 
-    def found(self, *, seconds: float) -> Found | None:
-        """The best plan, None if all are too slow; raises :class:`~autopar.errors.PlanError` when there is none."""
+    def refuse(self) -> None:
+        """Note that a mesh has no plan that is fast enough, not even regardless of the budget."""
+        self._too_slow = self._too_slow or TooSlow.REGARDLESS
+
+    def found(self, *, seconds: float) -> Found | TooSlow:
+        """The best plan, or that all are too slow; raises :class:`~autopar.errors.PlanError` when there is none."""
         if self._found is None:
-            if self.is_any_too_slow:
-                return None
+            if self._too_slow is not None:
+                return self._too_slow
             if self._leanest is None:
                 raise self.refusals[0]
             raise BudgetError(_over_budget_message(self._task, self._leanest), needed_bytes=self._leanest.total_bytes)
@@ -300,7 +312,7 @@ def _offer_narrowed(best: _Best, on_mesh: OnMesh, bound: Bound) -> None:
     if solution is not None and solution.cost < best.cost:
         best.offer(narrow, solution)
     else:
-        best.is_any_too_slow = True
+        best.refuse()
 
 
 def narrowed(on_mesh: OnMesh, bound: Bound, *, lean: bool) -> OnMesh:

@@ -112,12 +112,12 @@ def _settle(passing: _Passing, gap_at_last: float, until_seconds: float) -> bool
         for count in FEW_OPTIONS if attempt >= FIRST_EXACT else ():
             if not passing.is_settled:
                 passing.look_among_likeliest(count)
-        if attempt >= FIRST_CLOSE and passing.is_close and not passing.is_settled:
+        if attempt >= FIRST_CLOSE and passing.gap <= gap_at_last:
+            return True
+        if attempt >= FIRST_CLOSE and passing.is_close:
             passing.walk(CLOSE_STATES, until_seconds)
         if passing.is_settled or passing.is_late(until_seconds):
             return True
-    if passing.gap <= gap_at_last:
-        return True
     passing.walk(LAST_STATES, until_seconds)
     return passing.is_settled or passing.is_late(until_seconds)
 
