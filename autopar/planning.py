@@ -35,7 +35,16 @@ from autopar.inter_op.looped import looped
 from autopar.inter_op.rescaled import Rescaling
 from autopar.inter_op.sites import fewer_devices
 from autopar.intra_op.restrict import Restriction
-from autopar.intra_op.search import HOPELESS, LARGE_OPERATORS, WORTH_SHARE, Found, Task, may_cost_less, search
+from autopar.intra_op.search import (
+    HOPELESS,
+    LARGE_OPERATORS,
+    WORTH_SHARE,
+    Found,
+    Task,
+    TooSlow,
+    may_cost_less,
+    search_below,
+)
 from autopar.likeness import as_there
 from autopar.methods import HAND_MADE, IntraOp, Subject, mesh_of, method_of
 from autopar.pipelines import (
@@ -125,6 +134,9 @@ def make_plan(
     def best(one: Subjected) -> Planned:
         return with_remat(one, cluster, demands, planners, report_progress)
 
+    def faster(one: Subjected, seconds: float) -> Planned | None:
+        return _Planner(one, cluster, demands, report_progress).on_one_mesh_below(seconds)
+
     def regardless() -> float:
         free = _Planner(subject, cluster, replace(demands, memory_per_device=math.inf), report_progress)
         return free.plan_in(demands.num_microbatches or 1)[1].step_seconds
@@ -132,7 +144,7 @@ def make_plan(
     if demands.like is not None:
         return best(subject)
     return offload_search.with_offload(
-        subject, cluster, demands, offload_search.Planners(best, regardless), report_progress
+        subject, cluster, demands, offload_search.Planners(best, faster, regardless), report_progress
     )
 
 
@@ -222,7 +234,7 @@ class _Planner:
 
         The whole batch at once, which costs least of all, is asked about first: its program is there already.
         """
-        few = _hopeful(counts_of(self.subject.roles.batch_size), self.subject, self.cluster, self.demands)[0]
+        few = self._hopeful_counts[0]
         for count in dict.fromkeys((1, few)):
             try:
                 one = self._forms.microbatched(self.demands.terms(count))
@@ -236,18 +248,30 @@ class _Planner:
     def on_one_mesh(self) -> tuple[Subjected, Plan, Found]:
         """The fastest plan without stages, in as few microbatches as the memory allows and as is fastest."""
         self._report_progress("planning the whole batch at once")
-        search = _MicrobatchSearch(self)
-        counts = _hopeful(counts_of(self.subject.roles.batch_size), self.subject, self.cluster, self.demands)
+        search, counts = _MicrobatchSearch(self), self._hopeful_counts
         if counts[0] > 1 and self.is_large:
             return search.among(counts)
         search.try_count(counts[0])
-        if search.best is None and len(counts) > 1:
-            search.try_count(counts[-1])  # if the smallest microbatches do not fit, nothing does
+        others = counts[1:]
+        if search.best is None and others:
+            search.try_count(others.pop())  # if the smallest microbatches do not fit, nothing does
         if search.best is not None and search.needs_more:
-            for count in counts[1:]:
+            for count in others:
                 if search.is_coupled or not search.try_count(count):
                     break
         return self._or_by_hand(search.result())
+
+    def on_one_mesh_below(self, seconds: float) -> tuple[Subjected, Plan, Found] | None:
+        """The fastest plan without stages, in as many microbatches as are asked for or in any; None if it takes longer."""
+        search, asked = _MicrobatchSearch(self, seconds), self.demands.num_microbatches
+        for count in self._hopeful_counts if asked is None else [asked]:
+            if not search.try_count(count):
+                break
+        return None if search.best is None else search.result()
+
+    @property
+    def _hopeful_counts(self) -> list[int]:
+        return _hopeful(counts_of(self.subject.roles.batch_size), self.subject, self.cluster, self.demands)
 
     def or_on_fewer(self, whole: tuple[Subjected, Plan, Found] | None) -> tuple[Subjected, Plan, Found] | None:
         """The plan on all devices, or one on fewer: where arrays are cut by their number alone, or they are of a better kind."""
@@ -295,11 +319,19 @@ class _Planner:
 
     def plan_in(self, count: int) -> tuple[Subjected, Plan, Found]:
         """The plan in so many microbatches."""
+        found = self.plan_below(count, math.inf)
+        assert not isinstance(found, TooSlow)
+        return found
+
+    def plan_below(self, count: int, seconds: float) -> tuple[Subjected, Plan, Found] | TooSlow:
+        """The plan in so many microbatches, unless it is known that none costs less than that."""
         if count > 1:
             self._report_progress(f"planning {count} microbatches")
         one = self._forms.microbatched(self.demands.terms(count))
         task = self._task(one)
-        found = search(task, self._forms.ground(one, task.separate))
+        found = search_below(task, self._forms.ground(one, task.separate), seconds)
+        if isinstance(found, TooSlow):
+            return found
         return one, plan_of(one, self.cluster, method_of(self.demands.method).name, found), found
 
     def bound_seconds(self, count: int, known: tuple[Subjected, Plan, Found], enough: float) -> float:
@@ -396,8 +428,10 @@ def _whole_bytes_elsewhere(subject: Subjected, cluster: Cluster) -> int:
 class _MicrobatchSearch:
     """Owns the best plan over several numbers of microbatches, and what spoke against others."""
 
-    def __init__(self, planner: _Planner) -> None:
+    def __init__(self, planner: _Planner, below_seconds: float = math.inf) -> None:
+        """Plans that cost ``below_seconds`` or more are of no use."""
         self._planner = planner
+        self._below_seconds = below_seconds
         self._refusal: BudgetError | None = None
         self._coupling = ""
         self.best: tuple[Subjected, Plan, Found] | None = None
@@ -415,15 +449,17 @@ class _MicrobatchSearch:
     def try_count(self, count: int) -> bool:
         """Plan for this many microbatches; whether more of them might still be faster."""
         try:
-            found = self._planner.plan_in(count)
+            found = self._planner.plan_below(count, self._below_seconds)
         except BudgetError as error:
             self._refusal = self._refusal or error
             return True
         except CoupledBatchError as error:
             self._coupling = str(error)
             return False
-        if self.best is None or found[1].step_seconds < self.best[1].step_seconds:
-            self.best = found
+        if isinstance(found, TooSlow):
+            return found is TooSlow.WITHIN_BUDGET  # more microbatches cost more, but need less memory
+        if found[1].step_seconds < self._below_seconds:
+            self.best, self._below_seconds = found, found[1].step_seconds
         return found[2].is_squeezed
 
     def among(self, counts: list[int]) -> tuple[Subjected, Plan, Found]:

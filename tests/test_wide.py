@@ -91,7 +91,7 @@ def test_most_options_never_meet_the_solver() -> None:
 
 @given(models(), st.sampled_from([1e-3, 0.05, 1.0]))
 def test_what_is_worth_no_enumeration_is_proven_still(model: Model, share: float) -> None:
-    best, found = by_trying(model), wide.solve_wide(model, by_trying, worth_share=share)
+    best, found = by_trying(model), wide.solve_wide(model, by_trying, gaps=wide.Gaps(at_last=share))
     assert (best is None) == (found is None)
     if best is not None and found is not None:
         assert np.isclose(model.cost(found.options), found.cost)
@@ -106,7 +106,7 @@ def test_a_gap_that_is_worth_nothing_is_left(monkeypatch: pytest.MonkeyPatch) ->
     rng = np.random.default_rng(1)
     edges = {(i, j): rng.random((6, 6)) for i, j in itertools.combinations(range(7), 2)}
     model = Model([rng.random(6) for _ in range(7)], edges)
-    left, settled = (wide.solve_wide(model, by_trying, worth_share=share) for share in (1.0, wide.ENOUGH))
+    left, settled = (wide.solve_wide(model, by_trying, gaps=wide.Gaps(at_last=share)) for share in (1.0, wide.ENOUGH))
     assert left is not None and settled is not None
     assert settled.gap <= wide.ENOUGH < left.gap <= 1.0
     assert left.bound <= settled.cost <= left.cost + 1e-9

@@ -40,13 +40,21 @@ def narrow_order(model: Model) -> tuple[int, ...]:
         around[j].append(i)
     widths = [math.log(max(2, len(costs))) for costs in model.nodes]
     starts = sorted({number * count // STARTS for number in range(STARTS)})
-    return min((_greedy_order(start, around, widths) for start in starts), key=lambda found: found[0])[1]
+    least, best = math.inf, tuple(range(count))
+    for start in starts:
+        total, order = _greedy_order(start, around, widths, least)
+        if total < least:
+            least, best = total, order
+    return best
 
 
 def _greedy_order(
-    start: int, around: Sequence[Sequence[int]], widths: Sequence[float]
+    start: int, around: Sequence[Sequence[int]], widths: Sequence[float], most: float
 ) -> tuple[float, tuple[int, ...]]:
-    """(logarithm of the states of all frontiers together, order): always the node that widens the frontier least."""
+    """(logarithm of the states of all frontiers together, order): always the node that widens the frontier least.
+
+    An order is left unfinished as soon as its states are known to be as many as ``most``.
+    """
     undecided = [len(others) for others in around]
     decided = [False] * len(around)
     near: set[int] = set()
@@ -68,7 +76,7 @@ def _greedy_order(
             undecided[other] -= 1
             if not decided[other]:
                 near.add(other)
-        if len(order) == len(around):
+        if len(order) == len(around) or total >= most:
             return total, tuple(order)
         node = min(near, key=widens) if near else next(other for other in rest if not decided[other])
 

@@ -28,7 +28,7 @@ from autopar.errors import PlanError
 from autopar.intra_op.eliminate import optimum_by_elimination
 from autopar.intra_op.model import Model, Solution
 from autopar.intra_op.reduce import by_reduction
-from autopar.intra_op.wide import ENOUGH, is_wide, solve_wide
+from autopar.intra_op.wide import CLOSEST, Gaps, is_wide, solve_wide
 
 INTEGRALITY_TOLERANCE = 1e-5
 RELATIVE_GAP = 1e-6
@@ -73,12 +73,12 @@ def solve(
     time_limit_seconds: float = 60.0,
     backend: Backend | None = None,
     below: float = np.inf,
-    worth_share: float = ENOUGH,
+    gaps: Gaps = CLOSEST,
 ) -> Solution | None:
     """The best solution of the model, or None when no solution keeps the memory rows.
 
     None is returned as well as soon as it is known that none costs less than ``below``, where that is known before the rest.
-    Of a wide program any solution will do that is proven to be the best up to ``worth_share``, where more takes an enumeration.
+    Of a wide program any solution will do that is proven to be the best up to ``gaps``.
 
     When the time is up the best solution found is returned with its proven bound; if none was found, raises
     :class:`~autopar.errors.PlanError`.
@@ -98,7 +98,7 @@ def solve(
             core,
             lambda part: by_reduction(part, narrow_at_last),
             below=below,
-            worth_share=worth_share,
+            gaps=gaps,
             until_seconds=deadline,
         )
 

@@ -12,6 +12,7 @@ that exceeds the budget, the rows are tightened by the difference and the progra
 
 from __future__ import annotations
 
+import enum
 import itertools
 import math
 import time
@@ -40,6 +41,7 @@ from autopar.intra_op.model import MemoryRow, Model, Solution
 from autopar.intra_op.problem import Problem, state_problem
 from autopar.intra_op.restrict import Restriction, demand_keys
 from autopar.intra_op.squeeze import solve_squeezed
+from autopar.intra_op.wide import ENOUGH, Gaps
 from autopar.plan import Memory, Prediction, SolverReport, Stage
 from autopar.schedule.spmd import Hosted, SpmdProgram, hosted_ends, lower, output_layouts
 from autopar.wording import bytes_text
@@ -144,6 +146,13 @@ class Found:
         return self.model is None or bool(self.model.memory)
 
 
+class TooSlow(enum.Enum):
+    """There may be plans, but none that costs as little as is wanted."""
+
+    REGARDLESS = enum.auto()  # not even without the budget
+    WITHIN_BUDGET = enum.auto()
+
+
 def search(task: Task, ground: Ground | None = None) -> Found:
     """The fastest stage over all meshes that keeps the budget; ``ground`` is the task's, if it is known already.
 
@@ -152,9 +161,15 @@ def search(task: Task, ground: Ground | None = None) -> Found:
 
     Raises :class:`~autopar.errors.BudgetError` when none keeps it, naming the largest tenants of the leanest plan.
     """
+    found = search_below(task, ground or Ground(task.graph, task.state_pairs, task.separate), math.inf)
+    assert isinstance(found, Found)
+    return found
+
+
+def search_below(task: Task, ground: Ground, seconds: float) -> Found | TooSlow:
+    """The same among the plans that cost less than ``seconds``."""
     started = time.monotonic()
-    ground = ground or Ground(task.graph, task.state_pairs, task.separate)
-    best = _Best(task)
+    best = _Best(task, seconds)
     wide: list[OnMesh] = []
     solved: list[tuple[OnMesh, Solution]] = []
     for mesh in worth_trying(task):
@@ -164,12 +179,18 @@ def search(task: Task, ground: Ground | None = None) -> Found:
             if on_mesh.model.num_variables > EXACT_VARIABLES:
                 wide.append(on_mesh)
             else:
-                solved.append((on_mesh, on_mesh.solve()))
+                optimum = on_mesh.solve_below(seconds) if math.isfinite(seconds) else on_mesh.solve()
+                if optimum is None:
+                    best.refuse()
+                else:
+                    solved.append((on_mesh, optimum))
         except PlanError as error:
             best.refusals.append(error)
     for on_mesh, solution in sorted(solved, key=lambda found: found[1].cost):
         if solution.cost < best.cost:
             best.offer(on_mesh, solution)
+        else:
+            best.refuse()
     for on_mesh in wide:
         task.report_progress(f"bounding the plans on mesh {on_mesh.choices.mesh}")
         enough = best.cost * (1 - task.worth_share)
@@ -177,6 +198,8 @@ def search(task: Task, ground: Ground | None = None) -> Found:
         if bound.cost < enough:
             task.report_progress(f"solving for mesh {on_mesh.choices.mesh}")
             _offer_narrowed(best, on_mesh, bound)
+        else:
+            best.refuse()
     return best.found(seconds=time.monotonic() - started)
 
 
@@ -239,28 +262,38 @@ def _is_coarser(sizes: tuple[int, ...], finer: tuple[int, ...]) -> bool:
 class _Best:
     """Owns the best plan so far and what spoke against the others."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, below: float) -> None:
+        """Plans that cost ``below`` or more are none."""
         self._task = task
         self._found: Found | None = None
         self._leanest: Memory | None = None
-        self.cost = float("inf")
+        self.cost = below
         self.refusals: list[PlanError] = []
+        self._too_slow: TooSlow | None = None
 
     def offer(self, on_mesh: OnMesh, solution: Solution) -> None:
         """Complete a solution, bring it within the budget, and keep it if it is the best."""
         self._task.report_progress(f"laying out on mesh {on_mesh.choices.mesh}")
         try:
-            found, cost = _within_budget(on_mesh, solution)
+            within = _within_budget(on_mesh, solution, self.cost)
         except _OverBudgetError as error:
             if self._leanest is None or error.memory.total_bytes < self._leanest.total_bytes:
                 self._leanest = error.memory
             return
-        if cost < self.cost:
-            self._found, self.cost = found, cost
+        if within is not None and within[1] < self.cost:
+            self._found, self.cost = within
+        else:
+            self._too_slow = TooSlow.WITHIN_BUDGET
 
-    def found(self, *, seconds: float) -> Found:
-        """The best plan; raises :class:`~autopar.errors.PlanError` when there is none."""
+    def refuse(self) -> None:
+        """Note that a mesh has no plan that is fast enough, not even regardless of the budget."""
+        self._too_slow = self._too_slow or TooSlow.REGARDLESS
+
+    def found(self, *, seconds: float) -> Found | TooSlow:
+        """The best plan, or that all are too slow; raises :class:`~autopar.errors.PlanError` when there is none."""
         if self._found is None:
+            if self._too_slow is not None:
+                return self._too_slow
             if self._leanest is None:
                 raise self.refusals[0]
             raise BudgetError(_over_budget_message(self._task, self._leanest), needed_bytes=self._leanest.total_bytes)
@@ -272,12 +305,14 @@ def _offer_narrowed(best: _Best, on_mesh: OnMesh, bound: Bound) -> None:
     """Solve a wide program over the options that are worth a look."""
     narrow = narrowed(on_mesh, bound, lean=not np.isfinite(best.cost))
     try:
-        solution = narrow.solve()
+        solution = narrow.solve() if math.isinf(best.cost) else narrow.solve_below(best.cost)
     except PlanError as error:
         best.refusals.append(error)
         return
-    if solution.cost < best.cost:
+    if solution is not None and solution.cost < best.cost:
         best.offer(narrow, solution)
+    else:
+        best.refuse()
 
 
 def narrowed(on_mesh: OnMesh, bound: Bound, *, lean: bool) -> OnMesh:
@@ -387,7 +422,9 @@ class OnMesh:
     def solve_below(self, cost: float) -> Solution | None:
         """The optimum regardless of the budget, unless it is known that it costs as much."""
         task = self.task
-        return solve(self.model, time_limit_seconds=task.solver_seconds, below=cost, worth_share=task.worth_share)
+        return solve(
+            self.model, time_limit_seconds=task.solver_seconds, below=cost, gaps=Gaps(ENOUGH, task.worth_share)
+        )
 
     def narrowed(self, kept: Sequence[np.ndarray], floor: float) -> OnMesh:
         """The same with only some options of every class."""
@@ -454,16 +491,24 @@ class OnMesh:
         )
 
 
-def _within_budget(on_mesh: OnMesh, optimum: Solution) -> tuple[Found, float]:
-    """The stage and its cost: the optimum if it keeps the budget, else the fastest found whose prediction does."""
+def _within_budget(on_mesh: OnMesh, optimum: Solution, below: float) -> tuple[Found, float] | None:
+    """The stage and its cost: the optimum if it keeps the budget, else the fastest found whose prediction does.
+
+    None where it is known of none that costs less than ``below``.
+    """
     task = on_mesh.task
     first = on_mesh.lay_out(optimum)
     if first.memory.total_bytes <= task.budget_bytes:
         return on_mesh.complete(first), optimum.cost
     tried = [first]
-    squeeze = _priced if on_mesh.model.num_variables > EXACT_SQUEEZED_VARIABLES else _tightened
-    if (squeezed := squeeze(on_mesh, optimum, tried)) is not None:
+    if on_mesh.model.num_variables > EXACT_SQUEEZED_VARIABLES:
+        squeezed = _priced(on_mesh, optimum, tried, below)
+    else:
+        squeezed = _tightened(on_mesh, tried)
+    if squeezed is not None:
         return squeezed
+    if math.isfinite(below):
+        return None  # the leanest plan of all is wanted only where there is no other
     if (leanest := _leanest(on_mesh)) is not None:
         if leanest.memory.total_bytes <= task.budget_bytes:
             return replace(on_mesh.complete(leanest), model=None), on_mesh.model.cost(leanest.solution.options)
@@ -477,7 +522,7 @@ def _leanest(on_mesh: OnMesh) -> LaidOut | None:
     return None if lean is None else on_mesh.lay_out(lean)
 
 
-def _tightened(on_mesh: OnMesh, optimum: Solution, tried: list[LaidOut]) -> tuple[Found, float] | None:
+def _tightened(on_mesh: OnMesh, tried: list[LaidOut]) -> tuple[Found, float] | None:
     """Solve with the rows, and tighten them until the prediction keeps the budget; ``tried`` gathers what does not."""
     task = on_mesh.task
     limit = task.budget_bytes
@@ -495,10 +540,15 @@ def _tightened(on_mesh: OnMesh, optimum: Solution, tried: list[LaidOut]) -> tupl
     return None
 
 
-def _priced(on_mesh: OnMesh, optimum: Solution, tried: list[LaidOut]) -> tuple[Found, float] | None:
-    """Pay for memory until the prediction keeps the budget; ``tried`` gathers what does not."""
+def _priced(on_mesh: OnMesh, optimum: Solution, tried: list[LaidOut], below: float) -> tuple[Found, float] | None:
+    """Pay for memory until the prediction keeps the budget; ``tried`` gathers what does not, the optimum first.
+
+    What the rows count too much of the optimum they are granted: else they would rule out what keeps the budget.
+    """
     task, rows = on_mesh.task, on_mesh.rows
-    demand = replace(on_mesh.model, memory=list(rows))
+    over = max(row.used(optimum.options) for row in rows) - tried[0].memory.total_bytes
+    limit = task.budget_bytes + max(0.0, over)
+    demand = replace(on_mesh.model, memory=[replace(row, budget=limit) for row in rows])
 
     def keeps_budget(solution: Solution) -> bool:
         if max(row.used(solution.options) for row in rows) > HOPELESS * task.budget_bytes:
@@ -508,7 +558,8 @@ def _priced(on_mesh: OnMesh, optimum: Solution, tried: list[LaidOut]) -> tuple[F
             tried.append(on_mesh.lay_out(solution))
         return (known or tried[-1]).memory.total_bytes <= task.budget_bytes
 
-    solution = solve_squeezed(demand, optimum, keeps_budget, time_limit_seconds=task.solver_seconds)
+    seconds = task.solver_seconds
+    solution = solve_squeezed(demand, optimum, keeps_budget, time_limit_seconds=seconds, below=below)
     if solution is None:
         return None
     found = on_mesh.complete(next(one for one in tried if one.solution.options == solution.options))

@@ -7,7 +7,7 @@ a search that takes minutes, though its optimum is found easily.  With the bound
 1. Some passes raise L.
 2. A walk along the nodes that remembers few states (:mod:`autopar.intra_op.frontier`) finds a solution of cost U, and says below
    which cost it has missed none.  The best among few options of every node (:mod:`autopar.intra_op.eliminate`) may be better.
-3. If U exceeds what is known to be missed by at most ``ENOUGH``·U, the solution is as good as the optimum.
+3. If U exceeds what is known to be missed by at most ``Gaps.enough``·U, the solution is as good as the optimum.
 4. Otherwise no solution better than U takes an option with L + rᵢ(a) > U, for rᵢ(a) is what the chains through i pay for it
    (reduced-cost fixing, as in Savchynskyy, 2019, §8).  After the last walk such options go, and what is left is solved exactly.
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -49,11 +49,26 @@ FIRST_EXACT = 3
 CLOSE, CLOSE_STATES = 2.5, 20_000
 """Where the gap is less than so many times what is enough, few partial solutions are left to be remembered."""
 
+FIRST_CLOSE = 4
+"""Attempts without that: of a thousand nodes such a walk takes as long as hundreds of passes, which raise the bound as well."""
+
 LAST_STATES = 200_000
 """Before an integer program is tried."""
 
 ROUNDING = 1e-9
 """Share of a cost that sums of it may be off by."""
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """Relative gaps at which a solution of a wide program will do: at any time, and where more would take an enumeration."""
+
+    enough: float = ENOUGH
+    at_last: float = ENOUGH
+
+
+CLOSEST = Gaps()
+"""Nothing is given away."""
 
 Solver = Callable[[Model], Solution | None]
 
@@ -64,17 +79,21 @@ def is_wide(model: Model) -> bool:
 
 
 def solve_wide(
-    model: Model, solve: Solver, *, below: float = np.inf, worth_share: float = ENOUGH, until_seconds: float = np.inf
+    model: Model,
+    solve: Solver,
+    *,
+    below: float = np.inf,
+    gaps: Gaps = CLOSEST,
+    until_seconds: float = np.inf,
 ) -> Solution | None:
-    """The best solution up to a share of ``ENOUGH``, or of ``worth_share`` where passes come to an end before that is proven;
-    ``solve`` answers for narrower models.
+    """The best solution up to ``gaps``; ``solve`` answers for narrower models.
 
     None if there is none, or as soon as it is known that none costs less than ``below``. Any that was found will do once
     :func:`time.monotonic` says ``until_seconds``.
     """
     order = narrow_order(model)
-    passing = _Passing(in_order(model, order), below)
-    is_settled = _settle(passing, worth_share, until_seconds)
+    passing = _Passing(in_order(model, order), below, gaps.enough)
+    is_settled = _settle(passing, gaps.at_last, until_seconds)
     if passing.is_hopeless:
         return None
     found = passing.incumbent
@@ -83,7 +102,7 @@ def solve_wide(
     return None if found is None else _renumbered(found, order)
 
 
-def _settle(passing: _Passing, worth_share: float, until_seconds: float) -> bool:
+def _settle(passing: _Passing, gap_at_last: float, until_seconds: float) -> bool:
     """Whether passes and walks find a solution that is good enough, or any before the time is up."""
     for attempt, rounds in enumerate(ROUNDS):
         passing.run(rounds)
@@ -93,12 +112,12 @@ def _settle(passing: _Passing, worth_share: float, until_seconds: float) -> bool
         for count in FEW_OPTIONS if attempt >= FIRST_EXACT else ():
             if not passing.is_settled:
                 passing.look_among_likeliest(count)
-        if passing.is_close and not passing.is_settled:
+        if attempt >= FIRST_CLOSE and passing.gap <= gap_at_last:
+            return True
+        if attempt >= FIRST_CLOSE and passing.is_close:
             passing.walk(CLOSE_STATES, until_seconds)
         if passing.is_settled or passing.is_late(until_seconds):
             return True
-    if passing.gap <= worth_share:
-        return True
     passing.walk(LAST_STATES, until_seconds)
     return passing.is_settled or passing.is_late(until_seconds)
 
@@ -121,9 +140,10 @@ def _better(incumbent: Solution | None, of_possible: Solution | None) -> Solutio
 class _Passing:
     """Owns the bound, the best solution so far, and which options a better one may still take."""
 
-    def __init__(self, model: Model, below: float) -> None:
+    def __init__(self, model: Model, below: float, enough: float) -> None:
         self.model = model
         self._below = below
+        self._enough = enough
         self._messages = Messages(model)
         self._bound = -np.inf
         self._best: Solution | None = None
@@ -152,9 +172,9 @@ class _Passing:
             possible &= regrets <= room
 
     def walk(self, most_states: int, until_seconds: float = np.inf) -> None:
-        """Look for a solution that is better by a share of ``ENOUGH``; says what none falls below."""
+        """Look for a solution that is better by a share that is worth it; says what none falls below."""
         residuals = self._messages.residuals()
-        least = self._cost - (ENOUGH - ROUNDING) * abs(self._cost) if self._best else np.inf
+        least = self._cost - (self._enough - ROUNDING) * abs(self._cost) if self._best else np.inf
         found = best_along(
             residuals, room=least - residuals.bound, most_states=most_states, until_seconds=until_seconds
         )
@@ -189,12 +209,12 @@ class _Passing:
     @property
     def is_close(self) -> bool:
         """Whether the best solution so far is nearly good enough."""
-        return self.gap <= CLOSE * ENOUGH
+        return self.gap <= CLOSE * self._enough
 
     @property
     def is_settled(self) -> bool:
         """Whether the best solution so far is good enough."""
-        return self.gap <= ENOUGH
+        return self.gap <= self._enough
 
     def is_late(self, until_seconds: float) -> bool:
         """Whether the time is up and there is a solution."""
