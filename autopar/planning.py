@@ -36,7 +36,6 @@ from autopar.inter_op.rescaled import Rescaling
 from autopar.inter_op.sites import fewer_devices
 from autopar.intra_op.restrict import Restriction
 from autopar.intra_op.search import (
-    HOPELESS,
     LARGE_OPERATORS,
     WORTH_SHARE,
     Found,
@@ -45,6 +44,7 @@ from autopar.intra_op.search import (
     may_cost_less,
     search_below,
 )
+from autopar.intra_op.within_budget import HOPELESS
 from autopar.likeness import as_there
 from autopar.methods import HAND_MADE, IntraOp, Subject, mesh_of, method_of
 from autopar.pipelines import (
