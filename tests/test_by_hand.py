@@ -11,6 +11,7 @@ import pytest
 
 import autopar
 from autopar import planning
+from autopar.intra_op.search import TooSlow
 from autopar.methods import HAND_MADE
 from autopar.planning import _Planner
 
@@ -38,15 +39,17 @@ def test_auto_is_never_predicted_slower_than_a_plan_by_hand() -> None:
 
 def test_an_account_that_is_dearer_than_the_program_makes_experts_rivals(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the integer program found is made to cost ten times what it believed; then some plan by hand wins."""
-    plan_in = _Planner.plan_in
+    plan_below = _Planner.plan_below
 
-    def dearer(self: _Planner, count: int) -> Any:
-        subject, plan, found = plan_in(self, count)
+    def dearer(self: _Planner, count: int, seconds: float) -> Any:
+        planned = plan_below(self, count, seconds)
+        assert not isinstance(planned, TooSlow)
+        subject, plan, found = planned
         if self.demands.method == "auto":
             plan = replace(plan, prediction=replace(plan.prediction, communication_seconds=10 * plan.step_seconds))
         return subject, plan, found
 
-    monkeypatch.setattr(planning._Planner, "plan_in", dearer)
+    monkeypatch.setattr(planning._Planner, "plan_below", dearer)
     step = autopar.parallelize(train_step)
     chosen = step.plan(*ARGUMENTS)
     by_hand = [step.plan(*ARGUMENTS, method=method) for method in HAND_MADE]
