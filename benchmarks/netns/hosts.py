@@ -36,8 +36,8 @@ _MTU_BYTES = 1500
 _BURST_SECONDS = 1e-3
 _LEAST_BURST_BYTES = 65536  # a packet before it is cut into frames
 _QUEUE = "50ms"
-# The congestion control of Linux unless it is told otherwise, as this machine may have been; a namespace may take what the machine
-# allows to all, and keeps its own where cubic is not among that.
+# The congestion control of Linux unless it is told otherwise, as this machine may have been; a namespace may take
+# what the machine allows to all, and keeps its own where cubic is not among that.
 _CUBIC = "cd /proc/sys/net/ipv4; ! grep -qw cubic tcp_allowed_congestion_control || echo cubic > tcp_congestion_control"
 _NAMES = "autopar"
 _MADE = re.compile(_NAMES + r"(?P<owner>\d+)(h\d+|sw)")
