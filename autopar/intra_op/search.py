@@ -170,7 +170,7 @@ def search_below(task: Task, ground: Ground, seconds: float) -> Found | TooSlow:
             if on_mesh.model.num_variables > EXACT_VARIABLES:
                 wide.append(on_mesh)
             else:
-                optimum = on_mesh.solve_below(seconds) if math.isfinite(seconds) else on_mesh.solve()
+                optimum = _optimum(on_mesh, seconds)
                 if optimum is None:
                     best.refuse()
                 else:
@@ -292,11 +292,16 @@ class _Best:
         return replace(self._found, solver=replace(self._found.solver, seconds=seconds, meshes_tried=tried))
 
 
+def _optimum(on_mesh: OnMesh, below: float) -> Solution | None:
+    """The optimum regardless of the budget, unless it is known that it costs as much; PlanError where there is no plan at all."""
+    return on_mesh.solve() if math.isinf(below) else on_mesh.solve_below(below)
+
+
 def _offer_narrowed(best: _Best, on_mesh: OnMesh, bound: Bound) -> None:
     """Solve a wide program over the options that are worth a look."""
     narrow = narrowed(on_mesh, bound, lean=not np.isfinite(best.cost))
     try:
-        solution = narrow.solve() if math.isinf(best.cost) else narrow.solve_below(best.cost)
+        solution = _optimum(narrow, best.cost)
     except PlanError as error:
         best.refusals.append(error)
         return
