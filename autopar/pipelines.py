@@ -35,7 +35,7 @@ from autopar.inter_op.dealing import check_homes, homes_of, schedule_of, stages_
 from autopar.inter_op.examples import CoupledBatchError
 from autopar.inter_op.layers import layers
 from autopar.inter_op.looped import Looped, looped
-from autopar.inter_op.pipeline_search import ESTIMATED_COUNT, ESTIMATED_EXAMPLES, SCHEDULES, Wanted, search_pipelines
+from autopar.inter_op.pipeline_search import ESTIMATED_COUNT, SCHEDULES, Wanted, estimated_examples, search_pipelines
 from autopar.inter_op.sites import split_evenly
 from autopar.inter_op.stages import (
     Arrangement,
@@ -278,7 +278,7 @@ def _searched(
     counts = free if asked is None else [asked]
     estimated_count = ESTIMATED_COUNT
     if len(subject.graph.operators) > LARGE_OPERATORS:
-        estimated_count = max(ESTIMATED_COUNT, (subject.roles.batch_size or 1) // ESTIMATED_EXAMPLES)
+        estimated_count = max(ESTIMATED_COUNT, (subject.roles.batch_size or 1) // estimated_examples(cluster))
     try:
         try:
             found = search_pipelines(

@@ -332,10 +332,26 @@ def test_no_landing_is_quicker_than_the_chosen_one(
 ) -> None:
     shape, source, target = journey
     chosen = cheapest_transfer(shape, itemsize, source, target, cluster)
+    assert chosen == cross_mesh_transfer(shape, itemsize, source, target, cluster, chosen.landing)
     ours = transfer_seconds(chosen, cluster) + finishing_seconds(chosen, cluster)
     for landing in landing_layouts(shape, target):
         other = cross_mesh_transfer(shape, itemsize, source, target, cluster, landing)
         assert ours <= transfer_seconds(other, cluster) + finishing_seconds(other, cluster)
+
+
+def test_some_hosts_further_on_a_transfer_is_the_same() -> None:
+    """With devices of the first host among its ends, of later ones only, and of none that the cluster has."""
+    cluster = cluster_of(8, shared_by=2)
+    pair, row = Mesh(("data",), (2,)), Mesh(("data", "model"), (2, 2))
+    source, target = Placement(Layout((("data",),)), pair, (1, 2)), Placement(Layout((("model",),)), row, (4, 5, 7, 6))
+    first = cheapest_transfer((16,), 4, source, target, cluster)
+    for hosts in range(1, 5):
+        ends = source.moved(2 * hosts), target.moved(2 * hosts)
+        further = cheapest_transfer((16,), 4, *ends, cluster)
+        assert further == first.moved(2 * hosts)
+        assert further == cross_mesh_transfer((16,), 4, *ends, cluster, further.landing)
+    with pytest.raises(PlanError, match=r"devices \[16, 17, 19, 18\], but cluster '8x2' has 16"):
+        cheapest_transfer((16,), 4, source.moved(12), target.moved(12), cluster)
 
 
 @settings(max_examples=200)

@@ -611,13 +611,43 @@ def test_gradients_are_reduced_once_per_step() -> None:
     model = build("mlp_nnx", "bench")
     step = autopar.parallelize(model.train_step, method="data_parallel", num_microbatches=4)
     text = step.compile(model.abstract_state(), model.abstract_batch()).as_text()
-    bodies = re.findall(r"^%?(\S*(?:body|region)\S*) .*?^}", text, flags=re.M | re.S)
-    assert bodies
-    entry = text[text.index("\nENTRY") :]
+    assert reduced_in_loops(text) == []
+    assert "all-reduce" in text[text.index("\nENTRY") :]
+
+
+def reduced_in_loops(text: str) -> list[str]:
+    """Types of the arrays of more than a thousand numbers that a compiled step reduces outside of its entry."""
+    assert re.findall(r"^%?(\S*(?:body|region)\S*) .*?^}", text, flags=re.M | re.S)
     inside = text[: text.index("\nENTRY")]
-    big = re.findall(r"f32\[([\d,]+)\][^=\n]*all-reduce(?:-start)?\(", inside)
-    assert not [shape for shape in big if np.prod([int(n) for n in shape.split(",")]) > 1000], big
-    assert "all-reduce" in entry
+    found = re.findall(r"\b((?:bf|f)\d+\[[\d,]+\])[^=\n]*all-reduce(?:-start)?\(", inside)
+    return [one for one in found if np.prod([int(n) for n in one[:-1].split("[")[1].split(",")]) > 1000]
+
+
+@pytest.mark.usefixtures("users_fusions")
+@pytest.mark.parametrize("narrow", [jnp.float32, jnp.float16, jnp.bfloat16])
+def test_so_are_those_of_mixed_precision(narrow: Any) -> None:
+    """Weights in float32, layers in a narrower type: what its gradients go through to the accumulator is linear."""
+
+    def train_step(weights: Any, batch: Any) -> Any:
+        def loss(weights: Any) -> jax.Array:
+            x = batch.astype(narrow)
+            for weight in weights:
+                x = jnp.tanh(x @ weight.astype(narrow))
+            return jnp.mean(x.astype(jnp.float32) ** 2)
+
+        return jax.tree.map(lambda weight, slope: weight - 0.1 * slope, weights, jax.grad(loss)(weights))
+
+    rng = np.random.default_rng(0)
+    weights = [jnp.asarray(rng.normal(size=(64, 64)) / 8, jnp.float32) for _ in range(2)]
+    batch = jnp.asarray(rng.normal(size=(2048, 64)), jnp.float32)
+    step = autopar.parallelize(train_step, method="data_parallel", num_microbatches=4, donate_argnums=())
+    assert reduced_in_loops(step.compile(weights, batch).as_text()) == []
+    assert {use.count for use in step.plan(weights, batch).prediction.collectives} == {1}
+    moved, expected = step(weights, batch), jax.jit(train_step)(weights, batch)
+    for before, ours, theirs in zip(weights, moved, expected, strict=True):
+        slopes = np.asarray(before) - np.asarray(theirs)
+        off = np.abs(np.asarray(ours) - np.asarray(theirs)).max()
+        assert off <= 4 * float(jnp.finfo(narrow).eps) * np.abs(slopes).max() + 1e-6
 
 
 def deep(weights: Any, batch: Any) -> jax.Array:

@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from autopar.cluster import Cluster, DeviceKind, Link, Platform
 from autopar.cost_model.fair import FairClock, fair_rates
-from autopar.cost_model.machine import Load, Machine, Processor, Resource, ResourceKind, make_machine, message_load
+from autopar.cost_model.machine import (
+    Load,
+    Machine,
+    Processor,
+    Resource,
+    ResourceKind,
+    make_machine,
+    message_load,
+    shared_resources,
+)
 from autopar.cost_model.simulate import Simulation, Transport, Work, simulate
 from autopar.errors import ClusterError, InternalError, ScheduleError
 from autopar.plan import Schedule
@@ -341,6 +350,39 @@ def test_the_same_each_time(schedule: Schedule, stages: int, microbatches: int, 
     moved = sum(event.end_seconds - event.start_seconds for event in done.messages)
     assert done.step_seconds * 100 >= sum(10.0 + event.transfer for event in done.messages)
     assert moved >= 0.1 * len(done.messages)
+
+
+@given(st.sampled_from(PIPELINES), counts, counts, st.integers(2, 5), st.integers(0, 1000))
+def test_cards_that_carry_the_same_delay_like_one(
+    schedule: Schedule, stages: int, microbatches: int, cards: int, seed: int
+) -> None:
+    lists = pipeline(schedule, stages, microbatches)
+    numbers = random.Random(seed)
+    amounts = [{LINK: numbers.randint(1, 9), OTHER_LINK: numbers.randint(0, 9)} for _ in range(2 * stages)]
+
+    def done(copies: int) -> Simulation:
+        def card(link: Resource, number: int) -> Resource:
+            return Resource(ResourceKind.NETWORK_IN, 2 * number + link.host, 0)
+
+        def load(transfer: int) -> Load:
+            taken = amounts[transfer].items()
+            return Load(0.1, tuple((card(link, n), float(size)) for link, size in taken for n in range(copies)))
+
+        units = {card(link, n): rate for link, rate in ((LINK, 5.0), (OTHER_LINK, 7.0)) for n in range(copies)}
+        return simulate(lists, Work(lambda task: 1.0, load), Machine((Processor(),) * stages, units))
+
+    assert done(cards) == done(1)
+
+
+def test_one_resource_stands_for_those_that_are_used_alike() -> None:
+    """Of five links the second is as the first; the others are slower, carry more, or carry it for somebody else."""
+    links = [Resource(ResourceKind.NETWORK_OUT, host, 0) for host in range(5)]
+    machine = Machine((Processor(),), dict(zip(links, [9.0, 9.0, 8.0, 9.0, 9.0], strict=True)))
+    loads = [tuple((link, 1.0 + (link is links[3])) for link in links[:4]), ((links[4], 1.0),)]
+    shared = shared_resources(machine, loads)
+    assert [shared.number_of[link] for link in links] == [0, 0, 1, 2, 3]
+    assert shared.capacities == (9.0, 8.0, 9.0, 9.0)
+    assert shared.usage(loads[0], 2.0) == ((0, 0.5), (1, 0.5), (2, 1.0))
 
 
 # --------------------------------------------------------------------------------------------------- rates and machines

@@ -103,7 +103,10 @@ _Port = tuple[int, int]
 
 @dataclass
 class _Traffic:
-    """Load of every link, in wire bytes per wire byte; ``sent_to`` and ``received_from`` are those to and from one host."""
+    """Load of every link, in wire bytes per wire byte.
+
+    ``sent_to`` and ``received_from`` are those to and from one host, which matter where hosts are linked differently.
+    """
 
     sent: defaultdict[_Port, float] = field(default_factory=lambda: defaultdict(float))
     received: defaultdict[_Port, float] = field(default_factory=lambda: defaultdict(float))
@@ -372,7 +375,7 @@ def _add_exchange(by_host: dict[int, list[int]], cluster: Cluster, local: _Traff
             port, card = _port(device, cluster.local_link, cluster), _port(device, cluster.network_link, cluster)
             local.add(port, port, inside)
             network.add(card, card, 1.0 - inside)
-            for peer, theirs in by_host.items():
+            for peer, theirs in by_host.items() if cluster.host_links else ():
                 if peer != host:
                     network.sent_to[card, peer] += len(theirs) / others
                     network.received_from[card, peer] += len(theirs) / others
@@ -380,13 +383,19 @@ def _add_exchange(by_host: dict[int, list[int]], cluster: Cluster, local: _Traff
 
 def _exchange_latency(by_host: dict[int, list[int]], cluster: Cluster) -> float:
     """Seconds for a member to start a message to every other, the slowest member."""
-    return max(
-        (len(members) - 1) * cluster.local_link.latency_seconds
-        + sum(
+    size = sum(len(members) for members in by_host.values())
+
+    def to_other_hosts(host: int) -> float:
+        if not cluster.host_links:
+            return (size - len(by_host[host])) * cluster.network_link.latency_seconds
+        return sum(
             len(theirs) * cluster.link_between(host, peer).latency_seconds
             for peer, theirs in by_host.items()
             if peer != host
         )
+
+    return max(
+        (len(members) - 1) * cluster.local_link.latency_seconds + to_other_hosts(host)
         for host, members in by_host.items()
     )
 

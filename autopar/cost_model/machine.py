@@ -10,7 +10,9 @@ runs uses resources in fixed proportions:
 A message to another host uses the card of each, and where hosts are linked differently what the two cards have for each other: a
 card carries as much as the fastest link of its host, and to one host as much as the link to it.
 
-Who shares a resource gets the max-min fair rates v or y (:mod:`autopar.cost_model.fair`).
+Who shares a resource gets the max-min fair rates v or y (:mod:`autopar.cost_model.fair`).  Resources that give as much, and of
+which everybody takes the same, are full at the same time: one of them stands for all.  A message between meshes of many hosts
+loads as many cards, all alike.
 """
 
 from __future__ import annotations
@@ -157,6 +159,38 @@ def message_load(pieces: Iterable[tuple[int, int, float]], cluster: Cluster) -> 
             bytes_on[resource] += size_bytes
         latency = max(latency, link.latency_seconds)
     return Load(latency, tuple(bytes_on.items()))
+
+
+@dataclass(frozen=True)
+class SharedResources:
+    """The resources of a machine by number, the same for all for which one stands; ``capacities`` are units per second."""
+
+    number_of: Mapping[Resource, int]
+    capacities: tuple[float, ...]
+
+    def usage(self, amounts: Amounts, size: float) -> tuple[tuple[int, float], ...]:
+        """What is taken of each per unit of rate, by number.
+
+        Raises ``ClusterError`` for a resource that the machine lacks.
+        """
+        if missing := next((resource for resource, _ in amounts if resource not in self.number_of), None):
+            raise ClusterError(f"{missing} is in use, but the machine does not say how fast it is; add it")
+        return tuple({self.number_of[resource]: amount / size for resource, amount in amounts if amount}.items())
+
+
+def shared_resources(machine: Machine, loads: Iterable[Amounts]) -> SharedResources:
+    """The resources of a machine on which all these loads come, and no others beside those of its meshes."""
+    taken: dict[Resource, list[tuple[int, float]]] = {resource: [] for resource in machine.units_per_second}
+    for number, amounts in enumerate((*(mesh.share_of for mesh in machine.meshes), *loads)):
+        for resource, amount in amounts:
+            if amount and resource in taken:
+                taken[resource].append((number, amount))
+    numbers: dict[tuple[float, tuple[tuple[int, float], ...]], int] = {}
+    number_of = {
+        resource: numbers.setdefault((machine.units_per_second[resource], tuple(by_whom)), len(numbers))
+        for resource, by_whom in taken.items()
+    }
+    return SharedResources(number_of, tuple(units for units, _ in numbers))
 
 
 def _links(cluster: Cluster) -> tuple[tuple[Link, tuple[ResourceKind, ResourceKind]], ...]:

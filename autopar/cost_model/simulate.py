@@ -19,13 +19,13 @@ that of its donated inputs back at the same moment.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
 from autopar.cost_model.fair import FairClock, Usage
-from autopar.cost_model.machine import Amounts, Load, Machine, Resource
+from autopar.cost_model.machine import Load, Machine, shared_resources
 from autopar.errors import ClusterError
 from autopar.schedule.instructions import Instruction, InstructionList, Receive, Run, Send, Slot, Task, deadlock
 
@@ -193,10 +193,10 @@ class _Simulator:
     def __init__(self, lists: Sequence[InstructionList], work: Work, machine: Machine, transport: Transport) -> None:
         self.work = work
         self.blocking = transport is Transport.BLOCKING
-        numbers = {resource: number for number, resource in enumerate(machine.units_per_second)}
-        self.clock = FairClock(list(machine.units_per_second.values()))
-        self.processors = [(mesh.max_speed, _usage(mesh.share_of, 1.0, numbers)) for mesh in machine.meshes]
-        self.numbers = numbers
+        self.loads = {transfer: work.load(transfer) for transfer in _transfers(lists)}
+        self.resources = shared_resources(machine, (load.bytes_on for load in self.loads.values()))
+        self.clock = FairClock(self.resources.capacities)
+        self.processors = [(mesh.max_speed, self.resources.usage(mesh.share_of, 1.0)) for mesh in machine.meshes]
         self.meshes = [_Mesh(instructions) for instructions in lists]
         self.messages: dict[tuple[int, int], int] = {}
         self.table: list[_Message] = []
@@ -210,7 +210,7 @@ class _Simulator:
 
     def _scan(self) -> None:
         """Find the messages, and the slots that are given, made by tasks, or brought."""
-        loads: dict[int, tuple[Load, Usage, float]] = {}
+        loads = {transfer: self._used(load) for transfer, load in self.loads.items()}
         for number, mesh in enumerate(self.meshes):
             written: set[Slot] = set()
             brought: set[Slot] = set()
@@ -236,13 +236,14 @@ class _Simulator:
             mesh.given = list(given)
             self.unmade |= written
 
-    def _message(self, end: Send | Receive, loads: dict[int, tuple[Load, Usage, float]]) -> _Message:
+    def _used(self, load: Load) -> tuple[Load, Usage, float]:
+        """A load, what it takes of each resource per unit of rate, and its most bytes on one."""
+        size = max((amount for _, amount in load.bytes_on), default=0.0)
+        return load, self.resources.usage(load.bytes_on, size), size
+
+    def _message(self, end: Send | Receive, loads: Mapping[int, tuple[Load, Usage, float]]) -> _Message:
         name = (end.transfer, end.microbatch)
         if name not in self.messages:
-            if end.transfer not in loads:
-                load = self.work.load(end.transfer)
-                size = max((amount for _, amount in load.bytes_on), default=0.0)
-                loads[end.transfer] = load, _usage(load.bytes_on, size, self.numbers), size
             self.messages[name] = len(self.table)
             load, usage, size = loads[end.transfer]
             message = _Message(end.transfer, end.microbatch, load, usage, size)
@@ -391,8 +392,7 @@ class _Simulator:
             raise deadlock(waits)
 
 
-def _usage(amounts: Amounts, size: float, numbers: dict[Resource, int]) -> Usage:
-    """What is taken of each resource per unit of rate; raises ``ClusterError`` for a resource that the machine lacks."""
-    if missing := next((resource for resource, _ in amounts if resource not in numbers), None):
-        raise ClusterError(f"{missing} is in use, but the machine does not say how fast it is; add it")
-    return tuple((numbers[resource], amount / size) for resource, amount in amounts if amount)
+def _transfers(lists: Sequence[InstructionList]) -> list[int]:
+    """The transfers whose messages the lists send or receive."""
+    ends = (one for instructions in lists for one in instructions if isinstance(one, Send | Receive))
+    return list(dict.fromkeys(one.transfer for one in ends))

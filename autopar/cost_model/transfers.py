@@ -118,8 +118,22 @@ def cheapest_transfer(
 ) -> CrossMeshTransfer:
     """The transfer whose landing makes it quickest, collectives on the target mesh included.
 
+    Where all hosts are alike, one between meshes some hosts further on is the same, some hosts further on.
+
     Raises ``PlanError`` as :func:`autopar.schedule.cross_mesh.cross_mesh_transfer`.
     """
+    devices = source.devices + target.devices
+    before = min(devices) // cluster.devices_per_host * cluster.devices_per_host
+    if before <= 0 or max(devices) >= cluster.num_devices or cluster.host_links or cluster.host_devices:
+        return _cheapest_from(shape, itemsize_bytes, source, target, cluster)
+    ends = source.moved(-before), target.moved(-before)
+    return _cheapest_from(shape, itemsize_bytes, *ends, cluster).moved(before)
+
+
+@cache
+def _cheapest_from(
+    shape: tuple[int, ...], itemsize_bytes: int, source: Placement, target: Placement, cluster: Cluster
+) -> CrossMeshTransfer:
     direct = cross_mesh_transfer(shape, itemsize_bytes, source, target, cluster)
     if not direct.tiles:
         return direct

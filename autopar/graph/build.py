@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import Any
 
+import jax
 import numpy as np
 
 from autopar import _compat
@@ -194,7 +195,7 @@ def _holds_passes(equation: Any) -> bool:
 
 def _is_linear(equation: Any) -> bool:
     name = equation.primitive.name
-    if not equation.outvars or not np.issubdtype(_dtype(equation.outvars[0]), np.inexact):
+    if not equation.outvars or not _is_inexact(equation.outvars[0]):
         return False
     literals = [isinstance(atom, _compat.Literal) for atom in equation.invars]
     if name in LINEAR_IN_ALL_OPERANDS:
@@ -203,8 +204,13 @@ def _is_linear(equation: Any) -> bool:
     if name in LINEAR_WITH_A_LITERAL:
         return literals == [False, True] or (name == "mul" and literals == [True, False])
     if name == "convert_element_type":
-        return not literals[0] and np.issubdtype(_dtype(equation.invars[0]), np.inexact)
+        return not literals[0] and _is_inexact(equation.invars[0])
     return name in LINEAR_IN_THE_OPERAND and not literals[0]
+
+
+def _is_inexact(variable: Any) -> bool:
+    """Whether it holds real or complex numbers; NumPy itself takes bfloat16 for neither."""
+    return bool(jax.numpy.issubdtype(_dtype(variable), jax.numpy.inexact))
 
 
 def _dtype(variable: Any) -> Any:

@@ -25,8 +25,7 @@ T_r = Σ (t + u/N) over the stages of mesh r, their bound and what they take if 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -189,6 +188,7 @@ class _Tables:
             self.residual[part] = _runs(costs.residual_bytes_of(count))
         first = next(iter(estimates.costs.values()))
         self._bytes = estimates.crossing_bytes * (first.count / count)
+        self._passages: dict[tuple[int, int, int], np.ndarray] = {}
 
     def guesses(self) -> Iterator[float]:
         """Seconds of the slowest stage, from small to large; those of even stages on equally many devices are among them."""
@@ -221,32 +221,40 @@ class _Tables:
         """For each number of stages: seconds, ends, places of the best grouping whose stages take at most ``guess``."""
         order, layers = self._estimates.order, self.num_layers
         done = np.where(np.arange(layers + 1) == layers, 0.0, np.inf)
-        before = {end: [(end, done)] for end in last_ends(order.cluster)}
-        sizes = sorted({part.num_devices for part in order.firsts})
+        before = [_Following(end, end, done) for end in last_ends(order.cluster)]
         choice: list[dict[int, _Choice]] = []
         found: list[tuple[float, tuple[int, ...], tuple[tuple[int, ...], ...]]] = []
         for last in range(1, self._estimates.most_stages + 1):
-            allowed = {part: self._allowed(part, last, guess) for part in self.seconds}
-            offers: dict[int, list[_Offer]] = {}
-            for end, following in before.items():
-                for (next_start, rest), size in itertools.product(following, sizes):
-                    start = end - size
-                    if (part := order.parts.get((start, size))) is None:
-                        continue
-                    own = offers.setdefault(start, [])
-                    if (seconds := allowed[part]) is not None:
-                        after = rest if last == 1 else rest + self._passage(start, end, next_start)
-                        own.append(_Offer(seconds + after, size, next_start))
-            picked = {start: _best_of(own, layers) for start, own in offers.items()}
+            picked = _best_of(self._offers(before, last, guess))
             choice.append(picked)
-            before = {}
-            for start, best in picked.items():
-                for end in ends_before(start, order.cluster):
-                    before.setdefault(end, []).append((start, best.seconds))
+            before = [
+                _Following(end, start, best.seconds)
+                for start, best in picked.items()
+                for end in ends_before(start, order.cluster)
+            ]
             total_seconds = float(picked[0].seconds[0]) if 0 in picked else float("inf")
             ends, places = _read_back(choice, last) if np.isfinite(total_seconds) else ((), ())
             found.append((total_seconds, ends, places))
         return found
+
+    def _offers(self, before: Sequence[_Following], last: int, guess: float) -> Iterator[_Offers]:
+        """Every stage, so many from the last, before what may follow it: all those of one kind at once."""
+        parts = self._estimates.order.parts
+        for size in sorted({part.num_devices for part in self.seconds}):
+            runs: dict[int, tuple[Cluster, list[_Following]]] = {}
+            for following in before:
+                if (part := parts.get((following.end - size, size))) is not None:
+                    runs.setdefault(id(part), (part, []))[1].append(following)
+            for part, followings in runs.values():
+                if (seconds := self._allowed(part, last, guess)) is None:
+                    continue
+                after = np.stack([one.seconds for one in followings])
+                if last > 1:
+                    after = after + np.stack([self._passage(one.end - size, one.end, one.start) for one in followings])
+                sums = seconds[None, :, :] + after[:, None, :]
+                ends = sums.argmin(axis=2)
+                best = np.take_along_axis(sums, ends[:, :, None], axis=2)[:, :, 0]
+                yield _Offers(size, followings, best, ends)
 
     def slowest(self, ends: Sequence[int], places: Sequence[Sequence[int]]) -> float:
         """Seconds of the slowest of given stages; a guess is seldom met exactly."""
@@ -254,7 +262,10 @@ class _Tables:
         return max(float(self.seconds[part][run]) for part, run in zip(parts, pairwise((0, *ends)), strict=True))
 
     def _passage(self, start: int, end: int, next_start: int) -> np.ndarray:
-        return self.crossing_seconds(range(start, end), (next_start,))
+        run = start, end, next_start
+        if run not in self._passages:
+            self._passages[run] = self.crossing_seconds(range(start, end), (next_start,))
+        return self._passages[run]
 
     def _allowed(self, part: Cluster, from_end: int, guess: float) -> np.ndarray | None:
         """Seconds of all runs, infinite of those that are too slow or too large; None where all are."""
@@ -268,15 +279,23 @@ class _Tables:
         return held
 
 
-class _Offer(NamedTuple):
-    """A stage of so many devices before one that starts at ``next_start``.
+class _Following(NamedTuple):
+    """Stages that begin at device ``start``, before which others may end at ``end``; seconds by the layer they begin with."""
 
-    ``sums[i, j]`` are the seconds from layer i on if the stage ends before layer j.
+    end: int
+    start: int
+    seconds: np.ndarray
+
+
+class _Offers(NamedTuple):
+    """Stages of so many devices, one before each of ``followings``: entry (k, i) of those that begin with layer i are the
+    seconds from there on, and the layer before which the stage ends.
     """
 
-    sums: np.ndarray
     size: int
-    next_start: int
+    followings: Sequence[_Following]
+    seconds: np.ndarray
+    ends: np.ndarray
 
 
 class _Choice(NamedTuple):
@@ -288,17 +307,22 @@ class _Choice(NamedTuple):
     next_start: np.ndarray
 
 
-def _best_of(offers: Sequence[_Offer], layers: int) -> _Choice:
-    if not offers:
-        nothing = np.zeros(layers + 1, int)
-        return _Choice(np.full(layers + 1, np.inf), nothing, nothing, nothing)
-    sums = np.concatenate([one.sums for one in offers], axis=1)
-    best = sums.argmin(axis=1)
-    number, end = np.divmod(best, layers + 1)
-    sizes, next_starts = (
-        np.array(column) for column in zip(*((one.size, one.next_start) for one in offers), strict=True)
-    )
-    return _Choice(sums[np.arange(layers + 1), best], end, sizes[number], next_starts[number])
+def _best_of(offers: Iterable[_Offers]) -> dict[int, _Choice]:
+    """The best stages by the device at which they begin."""
+    picked: dict[int, _Choice] = {}
+    for offer in offers:
+        for following, seconds, end in zip(offer.followings, offer.seconds, offer.ends, strict=True):
+            start = following.end - offer.size
+            if (known := picked.get(start)) is None:
+                picked[start] = _Choice(seconds, end, np.full(len(end), offer.size), np.full(len(end), following.start))
+            elif (is_better := seconds < known.seconds).any():
+                picked[start] = _Choice(
+                    np.where(is_better, seconds, known.seconds),
+                    np.where(is_better, end, known.end),
+                    np.where(is_better, offer.size, known.size),
+                    np.where(is_better, following.start, known.next_start),
+                )
+    return picked
 
 
 def _read_back(

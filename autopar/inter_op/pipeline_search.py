@@ -120,6 +120,15 @@ class Wanted:
         return self.stages_per_mesh != 1 and self.known_schedule in (None, Schedule.INTERLEAVED_ONE_F_ONE_B)
 
 
+def estimated_examples(cluster: Cluster) -> int:
+    """Examples of the microbatches for which estimates of a large program are made.
+
+    With the most stages that there may be, each has so many hosts, over which examples are cut: layers that are cut over
+    several hosts wait for the network.
+    """
+    return max(ESTIMATED_EXAMPLES, cluster.hosts // MOST_LAYERS)
+
+
 def search_pipelines(
     tasks: Callable[[int], PipelineTask],
     counts: Sequence[int],

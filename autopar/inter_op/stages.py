@@ -111,6 +111,16 @@ class PipelineTask:
         """Where another mesh of a stage saves no more than this share of its seconds, it is left alone."""
         return LARGE_WORTH_SHARE if self.is_large else WORTH_SHARE
 
+    @property
+    def far_gap(self) -> float:
+        """From this gap on nothing is enumerated to make a stage's plan on a mesh better, or to prove that it is good.
+
+        Where axes divide examples or heads badly, wishes contradict each other all around, and bounds stay low: of GPT 1T in
+        microbatches of four sequences, 8×32 devices had a gap of 40 % and 8×64 one of 2.4 %, and a minute of enumeration closed
+        nothing of either.
+        """
+        return self.worth_share if self.is_large else math.inf
+
     def meshes_of(self, asked: Sequence[Mesh]) -> tuple[Mesh, ...]:
         """Those of the meshes that are asked for which a stage is planned on."""
         few = tuple(mesh for mesh in asked if len(mesh.axis_sizes) <= MAX_AXES)
@@ -370,6 +380,7 @@ class StagePlanner:
                 names={value: task.names[position] for value, position in leaves.items()},
                 report_progress=task.report_progress,
                 worth_share=task.worth_share,
+                far_gap=task.far_gap,
                 separate=asked.separate,
             )
         )

@@ -89,6 +89,7 @@ class Prices:
         self._answers: dict[float, tuple[PricedStage, ...]] = {}
         self._cheapest: dict[float, PricedStage] = {}
         self._alone: dict[tuple[float, Mesh], PricedStage | None] = {}
+        self._last_best: Mesh | None = None
 
     @property
     def is_quick(self) -> bool:
@@ -161,14 +162,18 @@ class Prices:
         return self._stage(*best)
 
     def _solve_best(self, price: float, below: float = math.inf) -> tuple[OnMesh, Solution] | None:
-        """The best mesh with its solution; the smallest programs first, for others may then be given up early.
+        """The best mesh with its solution: first the mesh that was the best at the last price, then the smallest programs.
+
+        What they cost lets others be given up early.
 
         None where no mesh has a solution that costs less than ``below``; raises where not one could be found for want of time.
         """
-        smallest_first = sorted(self._meshes, key=lambda one: one.model.num_variables)
+        hopeful_first = sorted(
+            self._meshes, key=lambda one: (one.choices.mesh != self._last_best, one.model.num_variables)
+        )
         refusal: PlanError | None = None
         best: tuple[OnMesh, Solution] | None = None
-        for one in smallest_first:
+        for one in hopeful_first:
             enough = below if best is None else best[1].cost * (1 - self._task.worth_share)
             try:
                 solution = self._at(one, price).solve_below(enough)
@@ -179,6 +184,8 @@ class Prices:
                 best = one, solution
         if best is None and refusal is not None and math.isinf(below):
             raise refusal
+        if best is not None:
+            self._last_best = best[0].choices.mesh
         return best
 
     def _at(self, one: OnMesh, price: float) -> OnMesh:

@@ -91,6 +91,8 @@ class Task:
     report_progress: Callable[[str], None] = lambda message: None
     worth_share: float = WORTH_SHARE
     """Another mesh is left alone that can save no more than this share of the seconds."""
+    far_gap: float = math.inf
+    """Where bound and solution of a wide program are so far from each other the solution will do."""
     separate: frozenset[int] = frozenset()
     """Values that lie for themselves (see :func:`autopar.intra_op.problem.state_problem`)."""
     hosted: tuple[int, ...] = ()
@@ -410,9 +412,8 @@ class OnMesh:
     def solve_below(self, cost: float) -> Solution | None:
         """The optimum regardless of the budget, unless it is known that it costs as much."""
         task = self.task
-        return solve(
-            self.model, time_limit_seconds=task.solver_seconds, below=cost, gaps=Gaps(ENOUGH, task.worth_share)
-        )
+        gaps = Gaps(ENOUGH, task.worth_share, task.far_gap)
+        return solve(self.model, time_limit_seconds=task.solver_seconds, below=cost, gaps=gaps)
 
     def narrowed(self, kept: Sequence[np.ndarray], floor: float) -> OnMesh:
         """The same with only some options of every class."""

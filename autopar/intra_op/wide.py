@@ -61,10 +61,14 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Gaps:
-    """Relative gaps at which a solution of a wide program will do: at any time, and where more would take an enumeration."""
+    """Relative gaps at which a solution of a wide program will do: at any time, and where more would take an enumeration.
+
+    From a gap of ``far`` on nothing is enumerated either: what was found is returned, with its bound.
+    """
 
     enough: float = ENOUGH
     at_last: float = ENOUGH
+    far: float = np.inf
 
 
 CLOSEST = Gaps()
@@ -93,7 +97,7 @@ def solve_wide(
     """
     order = narrow_order(model)
     passing = _Passing(in_order(model, order), below, gaps.enough)
-    is_settled = _settle(passing, gaps.at_last, until_seconds)
+    is_settled = _settle(passing, gaps, until_seconds)
     if passing.is_hopeless:
         return None
     found = passing.incumbent
@@ -102,7 +106,7 @@ def solve_wide(
     return None if found is None else _renumbered(found, order)
 
 
-def _settle(passing: _Passing, gap_at_last: float, until_seconds: float) -> bool:
+def _settle(passing: _Passing, gaps: Gaps, until_seconds: float) -> bool:
     """Whether passes and walks find a solution that is good enough, or any before the time is up."""
     for attempt, rounds in enumerate(ROUNDS):
         passing.run(rounds)
@@ -112,12 +116,14 @@ def _settle(passing: _Passing, gap_at_last: float, until_seconds: float) -> bool
         for count in FEW_OPTIONS if attempt >= FIRST_EXACT else ():
             if not passing.is_settled:
                 passing.look_among_likeliest(count)
-        if attempt >= FIRST_CLOSE and passing.gap <= gap_at_last:
+        if attempt >= FIRST_CLOSE and passing.gap <= gaps.at_last:
             return True
         if attempt >= FIRST_CLOSE and passing.is_close:
             passing.walk(CLOSE_STATES, until_seconds)
         if passing.is_settled or passing.is_late(until_seconds):
             return True
+    if gaps.far <= passing.gap < np.inf:
+        return True
     passing.walk(LAST_STATES, until_seconds)
     return passing.is_settled or passing.is_late(until_seconds)
 

@@ -28,7 +28,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 
@@ -66,6 +66,10 @@ class Placement:
             raise PlanError(
                 f"devices {self.devices} for mesh {self.mesh}; give {self.mesh.size} device ids, none of them twice"
             )
+
+    def moved(self, by: int) -> Placement:
+        """The same on devices whose ids are so much greater."""
+        return replace(self, devices=tuple(device + by for device in self.devices))
 
     def piece(self, position: int) -> tuple[int, ...]:
         """The number of the piece, in every dimension, that the device at a position of the mesh holds."""
@@ -115,6 +119,11 @@ class CrossMeshTransfer:
     def landed(self) -> Placement:
         """Where the array lies when the tiles have come."""
         return Placement(self.landing, self.target.mesh, self.target.devices)
+
+    def moved(self, by: int) -> CrossMeshTransfer:
+        """The same between devices whose ids are so much greater."""
+        tiles = tuple(Tile(one.sender + by, one.receiver + by, one.box, one.relayed) for one in self.tiles)
+        return replace(self, source=self.source.moved(by), target=self.target.moved(by), tiles=tiles)
 
     @property
     def moves(self) -> tuple[Move, ...]:
