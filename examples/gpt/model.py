@@ -67,6 +67,7 @@ PRESETS: MappingProxyType[str, GPTConfig] = MappingProxyType(
         "6.7B": GPTConfig(hidden=4096, layers=32, heads=32),
         "15B": GPTConfig(hidden=5120, layers=48, heads=40),
         "39B": GPTConfig(hidden=8192, layers=48, heads=64),
+        "1T": GPTConfig(hidden=25600, layers=128, heads=160, sequence=2048),
     }
 )
 
