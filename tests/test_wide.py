@@ -101,7 +101,8 @@ def test_what_is_worth_no_enumeration_is_proven_still(model: Model, share: float
 
 def test_a_gap_that_is_worth_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every node with every other: the bound of messages stays below the optimum, and two states are no enumeration."""
-    monkeypatch.setattr(wide, "STATES", 2)
+    monkeypatch.setattr(wide, "STATES_TIMES_NODES", 2)
+    monkeypatch.setattr(wide, "FEW_STATES", 2)
     monkeypatch.setattr(wide, "CLOSE_STATES", 2)
     rng = np.random.default_rng(1)
     edges = {(i, j): rng.random((6, 6)) for i, j in itertools.combinations(range(7), 2)}

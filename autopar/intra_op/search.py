@@ -12,6 +12,7 @@ that exceeds the budget, the rows are tightened by the difference and the progra
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import itertools
 import math
@@ -35,7 +36,7 @@ from autopar.intra_op.alike import Quotient, merge_alike
 from autopar.intra_op.bound import Bound, likeliest, lower_bound
 from autopar.intra_op.choices import Choices, choices_on
 from autopar.intra_op.extract import stage_of
-from autopar.intra_op.held import memory_rows, shares_held
+from autopar.intra_op.held import least_bytes, memory_rows, shares_held
 from autopar.intra_op.ilp import solve
 from autopar.intra_op.model import MemoryRow, Model, Solution
 from autopar.intra_op.problem import Problem, state_problem
@@ -46,7 +47,7 @@ from autopar.plan import Memory, Prediction, SolverReport, Stage
 from autopar.schedule.spmd import Hosted, SpmdProgram, hosted_ends, lower, output_layouts
 from autopar.wording import bytes_text
 
-EXACT_VARIABLES = 500_000
+EXACT_VARIABLES = 1_000_000
 """A program of at most so many variables is solved as it is."""
 
 KEPT_OPTIONS = 16
@@ -62,6 +63,10 @@ FEW_AXES = 2
 ONE_MORE_AXIS = 1.25
 """Where no plan of a large program on meshes of few axes costs less than so many times what is to be beaten, others are not
 looked at: a third axis made GPT 39B on 64 devices cheaper by 0.2 %, and a mesh of three takes three times as long to price."""
+
+FAR_OVER = 2.25
+"""A program whose leanest layouts hold so many budgets by the rows is not solved: the exact account was no less than 0.45 of
+them (Wide-ResNet, most of whose arrays are never written, for they are fused into what reads them)."""
 
 WORTH_SHARE = 2e-3
 """A wide program that cannot beat the best plan by more than this share is not solved."""
@@ -192,6 +197,20 @@ def search_below(task: Task, ground: Ground, seconds: float) -> Found | TooSlow:
         else:
             best.refuse()
     return best.found(seconds=time.monotonic() - started)
+
+
+def may_fit(task: Task, ground: Ground) -> bool:
+    """Whether a plan on any mesh might keep the budget, by the rough account of the rows."""
+    limit = FAR_OVER * task.budget_bytes
+    if math.isinf(limit):
+        return True
+    moments = ground.moments_on_devices(task)
+    for mesh in task.meshes:
+        with contextlib.suppress(PlanError):
+            allowed = task.restriction(mesh).of_nodes(ground.problem, mesh)
+            if least_bytes(ground.problem, mesh, allowed, moments) <= limit:
+                return True
+    return False
 
 
 def may_cost_less(task: Task, seconds: float, ground: Ground | None = None) -> bool:
@@ -376,6 +395,13 @@ class Ground:
             self._moments[donated] = critical_moments(self.graph, self.problem.fusion, self._state_pairs, donated)
         return self._moments[donated]
 
+    def moments_on_devices(self, task: Task) -> list[dict[int, float]]:
+        """The same without what lies in the memory of the host."""
+        moments = self.moments(task.donated)
+        if elsewhere := task.hosted_values:
+            return [{value: size for value, size in row.items() if value not in elsewhere} for row in moments]
+        return moments
+
 
 @dataclass(frozen=True)
 class LaidOut:
@@ -431,10 +457,7 @@ class OnMesh:
     @cached_property
     def rows(self) -> list[MemoryRow]:
         """One row per critical moment: bytes of the live values of each class, by layout; copies only where they differ."""
-        moments = self.ground.moments(self.task.donated)
-        if elsewhere := self.task.hosted_values:
-            moments = [{value: size for value, size in row.items() if value not in elsewhere} for row in moments]
-        return self.rows_of(moments)
+        return self.rows_of(self.ground.moments_on_devices(self.task))
 
     def rows_of(self, moments: Sequence[Mapping[int, float]]) -> list[MemoryRow]:
         """The same for moments of which the whole bytes of every live value are given."""

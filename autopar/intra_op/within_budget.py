@@ -102,7 +102,7 @@ def _priced(on_mesh: OnMesh, optimum: Solution, tried: list[LaidOut], below: flo
     demand = replace(on_mesh.model, memory=[replace(row, budget=limit) for row in rows])
 
     def keeps_budget(solution: Solution) -> bool:
-        if max(row.used(solution.options) for row in rows) > HOPELESS * task.budget_bytes:
+        if max(row.used(solution.options) for row in rows) > max(HOPELESS * task.budget_bytes, limit):
             return False  # not worth laying out
         known = next((one for one in tried if one.solution.options == solution.options), None)
         if known is None:
