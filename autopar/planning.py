@@ -38,6 +38,7 @@ from autopar.intra_op.restrict import Restriction
 from autopar.intra_op.search import (
     FEW_AXES,
     LARGE_OPERATORS,
+    MANY_OPERATORS,
     WORTH_SHARE,
     Found,
     Task,
@@ -66,9 +67,6 @@ from autopar.remat_search import Alike, Planned, Planners, with_remat
 from autopar.schedule.spmd import output_layouts
 from autopar.subjects import Demands, Rewritings, Subjected
 from autopar.user_shardings import UserDemands, UserShardings, user_demands, with_wishes
-
-WIDE_OPERATORS = 2_000
-"""Of a program of more operators meshes of more than ``FEW_AXES`` axes are looked at in one number of microbatches only."""
 
 
 def demands_of_user(subject: Subjected, cluster: Cluster, demands: Demands) -> UserDemands:
@@ -184,11 +182,12 @@ def _best_plan(
     if asked is not None or not isinstance(method_of(demands.method), IntraOp):
         alone = planner.plan_in(asked or 1)
         return planner.or_pipeline(alone) or alone
-    if planner.is_large and cluster.hosts > 1 and (pipeline := planner.or_pipeline(None)) is not None:
-        # Every plan on one mesh takes long, and over several hosts hardly any is faster.
+    pipelines_first = planner.takes_long and cluster.hosts > 1
+    if pipelines_first and (pipeline := planner.or_pipeline(None)) is not None:
+        # All plans on one mesh take long, and over several hosts hardly any is faster.
         if planner.one_mesh_may_beat(pipeline[1].step_seconds):
             with contextlib.suppress(BudgetError):
-                return min(pipeline, planner.on_one_mesh(), key=lambda found: found[1].step_seconds)
+                return planner.or_on_one_mesh(pipeline)
         return pipeline
     refusal: BudgetError | None = None
     try:
@@ -196,7 +195,7 @@ def _best_plan(
     except BudgetError as error:
         whole, refusal = None, error
     whole = planner.or_on_fewer(whole)
-    found = planner.or_pipeline(whole)
+    found = whole if pipelines_first else planner.or_pipeline(whole)
     if found is None:
         assert refusal is not None
         raise refusal
@@ -232,6 +231,11 @@ class _Planner:
         """Whether every plan takes long."""
         return len(self.subject.graph.operators) > LARGE_OPERATORS
 
+    @property
+    def takes_long(self) -> bool:
+        """Whether all plans on one mesh together take long."""
+        return len(self.subject.graph.operators) > MANY_OPERATORS
+
     def one_mesh_may_beat(self, seconds: float) -> bool:
         """Whether a plan without stages may take less than that, in as few microbatches as can fit: more cost more.
 
@@ -262,6 +266,12 @@ class _Planner:
         search, asked = MicrobatchSearch(self, seconds), self.demands.num_microbatches
         search.upwards(self._hopeful_counts if asked is None else [asked])
         return None if search.best is None else search.result()
+
+    def or_on_one_mesh(self, pipeline: tuple[Subjected, Plan, Found | None]) -> tuple[Subjected, Plan, Found | None]:
+        """The pipeline, or a plan on one mesh if that is faster; raises BudgetError where none of a large step has room."""
+        seconds = pipeline[1].step_seconds
+        alone = self.on_one_mesh() if self.is_large else self.on_one_mesh_below(seconds)
+        return pipeline if alone is None or alone[1].step_seconds >= seconds else alone
 
     @property
     def _hopeful_counts(self) -> list[int]:
@@ -326,9 +336,8 @@ class _Planner:
     @property
     def is_wide(self) -> bool:
         """Whether a mesh of more than ``FEW_AXES`` axes takes longer than all others together, and there are both."""
-        if len(self.subject.graph.operators) <= WIDE_OPERATORS:
-            return False
-        return len({len(mesh.axis_sizes) > FEW_AXES for mesh in self._task(self.subject).meshes}) == 2
+        has_both = len({len(mesh.axis_sizes) > FEW_AXES for mesh in self._task(self.subject).meshes}) == 2
+        return self.takes_long and has_both
 
     def plan_below(self, count: int, seconds: float, axes: range = ANY_AXES) -> tuple[Subjected, Plan, Found] | TooSlow:
         """The plan in so many microbatches on meshes of so many axes, unless it is known that none costs less than that."""

@@ -29,7 +29,7 @@ from autopar.inter_op.cut import cut
 from autopar.inter_op.looped import Looped
 from autopar.intra_op.priced import PricedStage, Prices
 from autopar.intra_op.restrict import Restriction
-from autopar.intra_op.search import LARGE_OPERATORS, WORTH_SHARE, Ground, Task
+from autopar.intra_op.search import LARGE_CLASSES, LARGE_OPERATORS, WORTH_SHARE, Ground, Task
 from autopar.plan import Schedule
 from autopar.schedule.cross_mesh import CrossMeshTransfer
 from autopar.schedule.orders import Order, OrderFunction, make_order, schedule_name
@@ -52,7 +52,7 @@ HALVINGS = 1
 
 
 LARGE_WORTH_SHARE = 0.01
-"""Of steps of more than ``LARGE_OPERATORS`` other meshes are left alone that could make a stage faster by this share at best."""
+"""Of large steps other meshes are left alone that could make a stage faster by this share at best."""
 
 MAX_AXES = 2
 """Meshes of stages have so many axes at most, of large steps always, unless no others are asked for."""
@@ -101,10 +101,12 @@ class PipelineTask:
             return self.budget_bytes
         return min(self.budget_by_host[device // self.cluster.devices_per_host] for device in devices)
 
-    @property
+    @cached_property
     def is_large(self) -> bool:
-        """Whether every integer program counts."""
-        return len(self.loop.graph.operators) > LARGE_OPERATORS
+        """Whether every integer program counts: there are many operators, or so many that are not alike."""
+        if len(self.loop.graph.operators) > LARGE_OPERATORS:
+            return True
+        return self.ground is not None and self.ground().num_classes > LARGE_CLASSES
 
     @property
     def worth_share(self) -> float:

@@ -59,9 +59,16 @@ LEAN_OPTIONS = 6
 LARGE_OPERATORS = 8_000
 """Of a program of more operators, meshes are left out that a finer one stands for."""
 
+LARGE_CLASSES = 2_000
+"""Of a step of more classes of like nodes integer programs take as long as of one of that many operators: those of Wide-ResNet,
+whose blocks differ in shape, have 2,800, those of GPT 800 whatever its depth."""
+
+MANY_OPERATORS = 2_000
+"""Of a program of more operators meshes of more than ``FEW_AXES`` axes take longer than all others together."""
+
 FEW_AXES = 2
 ONE_MORE_AXIS = 1.25
-"""Where no plan of a large program on meshes of few axes costs less than so many times what is to be beaten, others are not
+"""Where no plan of such a program on meshes of few axes costs less than so many times what is to be beaten, others are not
 looked at: a third axis made GPT 39B on 64 devices cheaper by 0.2 %, and a mesh of three takes three times as long to price."""
 
 FAR_OVER = 2.25
@@ -217,7 +224,7 @@ def may_cost_less(task: Task, seconds: float, ground: Ground | None = None) -> b
     """Whether any mesh might have a plan, regardless of the budget, that costs less."""
     ground = ground or Ground(task.graph, task.state_pairs, task.separate)
     meshes = worth_trying(task)
-    if len(task.graph.operators) <= LARGE_OPERATORS:
+    if len(task.graph.operators) <= MANY_OPERATORS:
         return any(_cost_below(task, mesh, seconds, ground) < seconds for mesh in meshes)
     few = [mesh for mesh in meshes if len(mesh.axis_sizes) <= FEW_AXES]
     is_far = bool(few)
@@ -373,13 +380,23 @@ class Ground:
         demands = demand_keys(allowed)
         hosted = self._hosted_bytes(task)
         demands |= {node: (demands.get(node), size) for node, size in hosted.items()}
-        key = frozenset(demands.items())  # mostly the same on every mesh
-        if (quotient := self._quotients.get(key)) is None:
-            quotient = self._quotients[key] = merge_alike(self.problem, demands)
+        quotient = self._quotient(demands)
         choices = choices_on(self.problem, quotient, mesh, task.cluster, allowed)
         if hosted:
             choices = choices.with_copies(quotient, hosted, seconds_per_hosted_byte(task.cluster))
         return OnMesh(task, self, quotient, choices, Model(choices.node_seconds, choices.edge_seconds))
+
+    @property
+    def num_classes(self) -> int:
+        """Of like nodes, if nothing is demanded."""
+        return len(self._quotient({}).members)
+
+    def _quotient(self, demands: Mapping[int, Hashable]) -> Quotient:
+        """Classes of like nodes; demands are mostly the same on every mesh."""
+        key = frozenset(demands.items())
+        if key not in self._quotients:
+            self._quotients[key] = merge_alike(self.problem, demands)
+        return self._quotients[key]
 
     def _hosted_bytes(self, task: Task) -> dict[int, float]:
         """Bytes of whole arrays that a step copies between devices and hosts, by node."""

@@ -58,8 +58,8 @@ FIRST_CLOSE = 4
 MUCH_SENT = 40_000
 """Messages, one along every edge in a pass, after which what would do at last will do: of a thousand nodes a pass takes long."""
 
-MOST_SENT = 100_000
-"""Messages after which any solution will do: what would be left of a program of a thousand nodes is no smaller one."""
+MOST_SENT = 80_000
+"""Messages after which any solution will do: what is left of a program of hundreds of nodes is not solved exactly in minutes."""
 
 LAST_STATES = 200_000
 """Before an integer program is tried."""
@@ -133,6 +133,8 @@ def _settle(passing: _Passing, gap_at_last: float, until_seconds: float) -> bool
             passing.walk(CLOSE_STATES, until_seconds)
         if passing.is_settled or passing.is_late(until_seconds):
             return True
+    if passing.num_sent >= MUCH_SENT and passing.incumbent is not None:
+        return True
     passing.walk(LAST_STATES, until_seconds)
     return passing.is_settled or passing.is_late(until_seconds)
 
