@@ -3,7 +3,7 @@
 More microbatches cost more, for parameters are gathered and gradients added up once in each, and need less memory.  So
 
     a program       is planned in few of them first, then in more, as long as memory is what the plan so far pays for
-    a large one     in ``MIDDLE_COUNT`` first, and in others where their bounds say that these may be faster
+    a large one     in ``MIDDLE_COUNT`` first or in the most, and in others where their bounds say that these may be faster
 
 Where not even the leanest layouts have room by far, nothing is solved.  Meshes of many axes, which take longer than all others
 together and make hardly a plan faster, are looked at in the number of microbatches that is the best on the others.
@@ -71,16 +71,21 @@ class MicrobatchSearch:
     def among(self, counts: Sequence[int]) -> OneMesh:
         """The best of a large program, whose every plan takes long: others are bounded by the first that fits.
 
-        The first is in ``MIDDLE_COUNT`` microbatches, or in more if that many need too much.
+        The first is in ``MIDDLE_COUNT`` microbatches, or in the most if that many need too much.
         """
+        axes = FEW if self._planner.is_wide else ANY_AXES
         first = max((place for place, count in enumerate(counts) if count <= MIDDLE_COUNT), default=0)
-        while self._try(counts[first]) and self.best is None and first + 1 < len(counts):
-            first += 1
+        for place in dict.fromkeys((first, len(counts) - 1)):
+            if not self._try(counts[place], axes) or self.best is not None:
+                break
         if self.best is not None:
-            for others in (counts[:first][::-1], counts[first + 1 :]):
+            place = counts.index(self.best[0].num_microbatches)
+            for others in (counts[:place][::-1], counts[place + 1 :]):
                 for count in others:
-                    if not self._improves(count):
+                    if not self._improves(count, axes):
                         break
+            if axes is FEW:
+                self._try(self.best[0].num_microbatches, MANY)
         return self.result()
 
     def result(self) -> OneMesh:
@@ -117,11 +122,11 @@ class MicrobatchSearch:
             self.best, self._below_seconds = found, found[1].step_seconds
         return found[2].is_squeezed
 
-    def _improves(self, count: int) -> bool:
+    def _improves(self, count: int, axes: range) -> bool:
         """Plan for this many microbatches if that might be faster than the best so far; whether it was."""
         assert self.best is not None
         before = self.best
         enough = before[1].step_seconds * (1 - WORTH_SHARE)
         if self._planner.bound_seconds(count, before, enough) < enough:
-            self._try(count)
+            self._try(count, axes)
         return self.best is not before

@@ -46,6 +46,7 @@ from autopar.intra_op.search import (
     may_cost_less,
     may_fit,
     search_below,
+    worth_trying,
 )
 from autopar.intra_op.within_budget import HOPELESS
 from autopar.likeness import as_there
@@ -336,7 +337,7 @@ class _Planner:
     @property
     def is_wide(self) -> bool:
         """Whether a mesh of more than ``FEW_AXES`` axes takes longer than all others together, and there are both."""
-        has_both = len({len(mesh.axis_sizes) > FEW_AXES for mesh in self._task(self.subject).meshes}) == 2
+        has_both = len({len(mesh.axis_sizes) > FEW_AXES for mesh in worth_trying(self._task(self.subject))}) == 2
         return self.takes_long and has_both
 
     def plan_below(self, count: int, seconds: float, axes: range = ANY_AXES) -> tuple[Subjected, Plan, Found] | TooSlow:

@@ -47,6 +47,9 @@ FAR_OVER = 1.25
 RISES = 4
 """Beyond a price of a few steps' seconds for the budget, memory is all that counts."""
 
+FEASIBLE_RISE = 1
+"""After so many the last price is asked of a large step whether any keeps the budget."""
+
 HALVINGS = 1
 """How often the prices are lowered again, half-way in their logarithms to the last that were too low."""
 
@@ -249,12 +252,16 @@ class StagePlanner:
         prices = [0.0] * len(made.stages)
         result = self._at(arrangement, made, prices)
         too_low = list(prices)
-        for _ in range(RISES):
+        for rise in range(RISES):
             if result.step_seconds >= give_up_seconds:
                 return result
             over = self._over(result)
             if not any(over):
                 break
+            if rise == FEASIBLE_RISE and self.is_large:
+                last = [price * PRICE_STEP ** (RISES - rise) for price in prices]
+                if any(self._over(leanest := self._at(arrangement, made, last))):
+                    raise self._over_budget(leanest)
             for stage, is_over in enumerate(over):
                 if is_over:
                     too_low[stage] = prices[stage]
