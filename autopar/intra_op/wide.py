@@ -119,7 +119,7 @@ def _settle(passing: _Passing, gap_at_last: float, until_seconds: float) -> bool
             if passing.is_hopeless:
                 return True
             passing.walk(FEW_STATES)
-            if passing.num_sent >= MUCH_SENT and passing.gap <= gap_at_last:
+            if passing.is_settled or (passing.num_sent >= MUCH_SENT and passing.gap <= gap_at_last):
                 return True
             if passing.num_sent >= MOST_SENT and passing.incumbent is not None:
                 return True
