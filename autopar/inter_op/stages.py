@@ -47,7 +47,7 @@ FAR_OVER = 1.25
 RISES = 4
 """Beyond a price of a few steps' seconds for the budget, memory is all that counts."""
 
-FEASIBLE_RISE, FEASIBLE_OVER = 1, 1.15
+FEASIBLE_RISE, FEASIBLE_OVER = 1, 1.2
 """Where stages of a large step hold so many budgets after so many rises, the last price is asked whether any have room."""
 
 HALVINGS = 1
