@@ -36,17 +36,22 @@ from autopar.inter_op.rescaled import Rescaling
 from autopar.inter_op.sites import fewer_devices
 from autopar.intra_op.restrict import Restriction
 from autopar.intra_op.search import (
+    FEW_AXES,
     LARGE_OPERATORS,
+    MANY_OPERATORS,
     WORTH_SHARE,
     Found,
     Task,
     TooSlow,
     may_cost_less,
+    may_fit,
     search_below,
+    worth_trying,
 )
 from autopar.intra_op.within_budget import HOPELESS
 from autopar.likeness import as_there
 from autopar.methods import HAND_MADE, IntraOp, Subject, mesh_of, method_of
+from autopar.microbatch_search import ANY_AXES, MicrobatchSearch
 from autopar.pipelines import (
     best_pipeline,
     counts_of,
@@ -63,9 +68,6 @@ from autopar.remat_search import Alike, Planned, Planners, with_remat
 from autopar.schedule.spmd import output_layouts
 from autopar.subjects import Demands, Rewritings, Subjected
 from autopar.user_shardings import UserDemands, UserShardings, user_demands, with_wishes
-
-MIDDLE_COUNT = 16
-"""A large program that does not fit as a whole is planned in so many microbatches first."""
 
 
 def demands_of_user(subject: Subjected, cluster: Cluster, demands: Demands) -> UserDemands:
@@ -181,11 +183,12 @@ def _best_plan(
     if asked is not None or not isinstance(method_of(demands.method), IntraOp):
         alone = planner.plan_in(asked or 1)
         return planner.or_pipeline(alone) or alone
-    if planner.is_large and cluster.hosts > 1 and (pipeline := planner.or_pipeline(None)) is not None:
-        # Every plan on one mesh takes long, and over several hosts hardly any is faster.
+    pipelines_first = planner.takes_long and cluster.hosts > 1
+    if pipelines_first and (pipeline := planner.or_pipeline(None)) is not None:
+        # All plans on one mesh take long, and over several hosts hardly any is faster.
         if planner.one_mesh_may_beat(pipeline[1].step_seconds):
             with contextlib.suppress(BudgetError):
-                return min(pipeline, planner.on_one_mesh(), key=lambda found: found[1].step_seconds)
+                return planner.or_on_one_mesh(pipeline)
         return pipeline
     refusal: BudgetError | None = None
     try:
@@ -193,7 +196,7 @@ def _best_plan(
     except BudgetError as error:
         whole, refusal = None, error
     whole = planner.or_on_fewer(whole)
-    found = planner.or_pipeline(whole)
+    found = whole if pipelines_first else planner.or_pipeline(whole)
     if found is None:
         assert refusal is not None
         raise refusal
@@ -229,6 +232,11 @@ class _Planner:
         """Whether every plan takes long."""
         return len(self.subject.graph.operators) > LARGE_OPERATORS
 
+    @property
+    def takes_long(self) -> bool:
+        """Whether all plans on one mesh together take long."""
+        return len(self.subject.graph.operators) > MANY_OPERATORS
+
     def one_mesh_may_beat(self, seconds: float) -> bool:
         """Whether a plan without stages may take less than that, in as few microbatches as can fit: more cost more.
 
@@ -248,26 +256,23 @@ class _Planner:
     def on_one_mesh(self) -> tuple[Subjected, Plan, Found]:
         """The fastest plan without stages, in as few microbatches as the memory allows and as is fastest."""
         self._report_progress("planning the whole batch at once")
-        search, counts = _MicrobatchSearch(self), self._hopeful_counts
+        search, counts = MicrobatchSearch(self), self._hopeful_counts
         if counts[0] > 1 and self.is_large:
             return search.among(counts)
-        search.try_count(counts[0])
-        others = counts[1:]
-        if search.best is None and others:
-            search.try_count(others.pop())  # if the smallest microbatches do not fit, nothing does
-        if search.best is not None and search.needs_more:
-            for count in others:
-                if search.is_coupled or not search.try_count(count):
-                    break
+        search.upwards(counts)
         return self._or_by_hand(search.result())
 
     def on_one_mesh_below(self, seconds: float) -> tuple[Subjected, Plan, Found] | None:
         """The fastest plan without stages, in as many microbatches as are asked for or in any; None if it takes longer."""
-        search, asked = _MicrobatchSearch(self, seconds), self.demands.num_microbatches
-        for count in self._hopeful_counts if asked is None else [asked]:
-            if not search.try_count(count):
-                break
+        search, asked = MicrobatchSearch(self, seconds), self.demands.num_microbatches
+        search.upwards(self._hopeful_counts if asked is None else [asked])
         return None if search.best is None else search.result()
+
+    def or_on_one_mesh(self, pipeline: tuple[Subjected, Plan, Found | None]) -> tuple[Subjected, Plan, Found | None]:
+        """The pipeline, or a plan on one mesh if that is faster; raises BudgetError where none of a large step has room."""
+        seconds = pipeline[1].step_seconds
+        alone = self.on_one_mesh() if self.is_large else self.on_one_mesh_below(seconds)
+        return pipeline if alone is None or alone[1].step_seconds >= seconds else alone
 
     @property
     def _hopeful_counts(self) -> list[int]:
@@ -323,12 +328,25 @@ class _Planner:
         assert not isinstance(found, TooSlow)
         return found
 
-    def plan_below(self, count: int, seconds: float) -> tuple[Subjected, Plan, Found] | TooSlow:
-        """The plan in so many microbatches, unless it is known that none costs less than that."""
+    def may_fit(self, count: int) -> bool:
+        """Whether a plan in so many microbatches might keep the budget."""
+        one = self._forms.microbatched(self.demands.terms(count))
+        task = self._task(one)
+        return may_fit(task, self._forms.ground(one, task.separate))
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether a mesh of more than ``FEW_AXES`` axes takes longer than all others together, and there are both."""
+        has_both = len({len(mesh.axis_sizes) > FEW_AXES for mesh in worth_trying(self._task(self.subject))}) == 2
+        return self.takes_long and has_both
+
+    def plan_below(self, count: int, seconds: float, axes: range = ANY_AXES) -> tuple[Subjected, Plan, Found] | TooSlow:
+        """The plan in so many microbatches on meshes of so many axes, unless it is known that none costs less than that."""
         if count > 1:
             self._report_progress(f"planning {count} microbatches")
         one = self._forms.microbatched(self.demands.terms(count))
         task = self._task(one)
+        task = replace(task, meshes=tuple(mesh for mesh in task.meshes if len(mesh.axis_sizes) in axes))
         found = search_below(task, self._forms.ground(one, task.separate), seconds)
         if isinstance(found, TooSlow):
             return found
@@ -423,76 +441,6 @@ def _whole_bytes_elsewhere(subject: Subjected, cluster: Cluster) -> int:
     if not has_host_memory(cluster.device.platform.value):
         return 0
     return sum(subject.graph.values[subject.graph.inputs[position]].size_bytes for position in subject.hosted)
-
-
-class _MicrobatchSearch:
-    """Owns the best plan over several numbers of microbatches, and what spoke against others."""
-
-    def __init__(self, planner: _Planner, below_seconds: float = math.inf) -> None:
-        """Plans that cost ``below_seconds`` or more are of no use."""
-        self._planner = planner
-        self._below_seconds = below_seconds
-        self._refusal: BudgetError | None = None
-        self._coupling = ""
-        self.best: tuple[Subjected, Plan, Found] | None = None
-
-    @property
-    def is_coupled(self) -> bool:
-        """Whether the batch turned out not to be cuttable."""
-        return bool(self._coupling)
-
-    @property
-    def needs_more(self) -> bool:
-        """Whether memory kept the planner from the fastest plan of the whole batch."""
-        return self._refusal is not None or (self.best is not None and self.best[2].is_squeezed)
-
-    def try_count(self, count: int) -> bool:
-        """Plan for this many microbatches; whether more of them might still be faster."""
-        try:
-            found = self._planner.plan_below(count, self._below_seconds)
-        except BudgetError as error:
-            self._refusal = self._refusal or error
-            return True
-        except CoupledBatchError as error:
-            self._coupling = str(error)
-            return False
-        if isinstance(found, TooSlow):
-            return found is TooSlow.WITHIN_BUDGET  # more microbatches cost more, but need less memory
-        if found[1].step_seconds < self._below_seconds:
-            self.best, self._below_seconds = found, found[1].step_seconds
-        return found[2].is_squeezed
-
-    def among(self, counts: list[int]) -> tuple[Subjected, Plan, Found]:
-        """The best of a large program, whose every plan takes long: others are bounded by the first that fits.
-
-        The first is in ``MIDDLE_COUNT`` microbatches, or in more if that many need too much.
-        """
-        first = max((place for place, count in enumerate(counts) if count <= MIDDLE_COUNT), default=0)
-        while self.try_count(counts[first]) and self.best is None and first + 1 < len(counts):
-            first += 1
-        if self.best is not None:
-            for others in (counts[:first][::-1], counts[first + 1 :]):
-                for count in others:
-                    if not self._improves(count):
-                        break
-        return self.result()
-
-    def _improves(self, count: int) -> bool:
-        """Plan for this many microbatches if that might be faster than the best so far; whether it was."""
-        assert self.best is not None
-        before = self.best
-        enough = before[1].step_seconds * (1 - WORTH_SHARE)
-        if self._planner.bound_seconds(count, before, enough) < enough:
-            self.try_count(count)
-        return self.best is not before
-
-    def result(self) -> tuple[Subjected, Plan, Found]:
-        if self.best is not None:
-            return replace(self.best[0], coupling=self._coupling), *self.best[1:]
-        assert self._refusal is not None
-        if not self._coupling:
-            raise self._refusal
-        raise BudgetError(f"{self._refusal} Besides, {self._coupling}.", needed_bytes=self._refusal.needed_bytes)
 
 
 def plan_of(subject: Subjected, cluster: Cluster, method_name: str, found: Found) -> Plan:

@@ -41,8 +41,8 @@ def test_an_account_that_is_dearer_than_the_program_makes_experts_rivals(monkeyp
     """What the integer program found is made to cost ten times what it believed; then some plan by hand wins."""
     plan_below = _Planner.plan_below
 
-    def dearer(self: _Planner, count: int, seconds: float) -> Any:
-        planned = plan_below(self, count, seconds)
+    def dearer(self: _Planner, count: int, *asked: Any) -> Any:
+        planned = plan_below(self, count, *asked)
         assert not isinstance(planned, TooSlow)
         subject, plan, found = planned
         if self.demands.method == "auto":

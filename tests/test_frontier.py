@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -76,15 +77,41 @@ def test_an_order_names_every_node_once_and_keeps_costs(model: Model) -> None:
         assert cost == model.cost(solution) or abs(cost - model.cost(solution)) < 1e-9
 
 
-def test_keys_of_very_many_combinations_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A star of many wide nodes: the numbers of all combinations do not fit into a machine word."""
+@pytest.mark.parametrize("multiplier", [0, 1, 1 << 60])
+def test_states_whose_keys_agree_are_told_apart(monkeypatch: pytest.MonkeyPatch, multiplier: int) -> None:
+    """A star of wide nodes, whose combinations share few keys: with a multiplier of nothing a single one."""
     rng = np.random.default_rng(0)
     count, size = 8, 4
     model = Model([rng.random(size) for _ in range(count)], {(0, j): rng.random((size, size)) for j in range(1, count)})
     residuals = Messages(model).residuals()
     expected = best_along(residuals, room=np.inf, most_states=100_000)
-    monkeypatch.setattr(frontier, "KEY_RANGE", 20.0)
-    assert best_along(residuals, room=np.inf, most_states=100_000) == expected
+    frontier.mixers.cache_clear()
+    monkeypatch.setattr(frontier, "MULTIPLIER", multiplier)
+    found = best_along(residuals, room=np.inf, most_states=100_000)
+    frontier.mixers.cache_clear()
+    assert found == expected
+
+
+@given(models())
+def test_an_order_widens_least_at_every_step(model: Model) -> None:
+    """Beside the same choice made anew: the node whose decision leaves the fewest combinations open."""
+    count = len(model.nodes)
+    around: list[set[int]] = [set() for _ in range(count)]
+    for i, j in model.edges:
+        around[i].add(j)
+        around[j].add(i)
+    widths = [math.log(max(2, len(costs))) for costs in model.nodes]
+
+    def width(decided: list[int]) -> float:
+        return sum(widths[node] for node in decided if not around[node] <= set(decided))
+
+    order = list(narrow_order(model))
+    for step in range(1, count):
+        decided = order[:step]
+        near = {other for node in decided for other in around[node]} - set(decided)
+        if near:
+            least = min(width([*decided, node]) for node in near)
+            np.testing.assert_allclose(width(order[: step + 1]), least, atol=1e-9)
 
 
 def test_of_a_chain_one_node_is_open_at_a_time() -> None:

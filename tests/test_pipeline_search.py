@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 
@@ -10,8 +11,10 @@ import pytest
 import autopar
 from autopar.cluster import Link
 from autopar.errors import BudgetError, ScheduleError
+from autopar.inter_op import stages
 from autopar.inter_op.pipeline_search import Wanted, search_pipelines
 from autopar.inter_op.stages import Arrangement, PipelineFound, PipelineTask, StagePlanner
+from autopar.intra_op.search import Ground
 from autopar.plan import Schedule
 from autopar.schedule.orders import Order
 from benchmarks.models import build
@@ -176,9 +179,42 @@ def test_all_stages_of_a_mesh_are_held_to_the_budget() -> None:
     held = max(found.simulation.peak_bytes)
     assert max(found_for(case, DEALT, held).simulation.peak_bytes) <= held
     planner = StagePlanner(case.step(4).task(case.cluster, held / 2))
-    stages = r"stages \d, \d.* of \d, which share devices, need .* under schedule 'interleaved_1f1b'"
-    with pytest.raises(BudgetError, match=stages):
+    said = r"stages \d, \d.* of \d, which share devices, need .* under schedule 'interleaved_1f1b'"
+    with pytest.raises(BudgetError, match=said):
         planner.plan(found.arrangement)
+
+
+def test_the_last_price_changes_nothing_but_when_a_refusal_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of large steps it is asked early whether any stages have room: the answer, or the refusal, is the same."""
+    best = referee(SLOW)
+    step, cluster = CASES[SLOW].step(best.candidate.num_microbatches), CASES[SLOW].cluster
+    arrangement = Arrangement(best.candidate.cuts, best.candidate.devices, Schedule.ONE_F_ONE_B)
+    free = StagePlanner(step.task(cluster)).plan(arrangement)
+    monkeypatch.setattr(stages, "LARGE_OPERATORS", 0)
+    monkeypatch.setattr(stages, "FEASIBLE_OVER", 1.0)
+
+    def seconds(share: float) -> float:
+        task = step.task(cluster, share * max(free.forecast.peak_bytes))
+        assert task.is_large
+        try:
+            return StagePlanner(task).plan(arrangement).step_seconds
+        except BudgetError:
+            return math.inf
+
+    shares = (0.3, 0.6, 0.8, 0.9, 0.97, 1.0)
+    early = [seconds(share) for share in shares]
+    monkeypatch.setattr(stages, "FEASIBLE_RISE", stages.RISES)
+    assert early == [seconds(share) for share in shares]
+    assert math.inf in early and early[-1] == pytest.approx(free.step_seconds, rel=0.05)
+
+
+def test_a_step_of_many_unlike_classes_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = CASES[SLOW].step(2)
+    ground = Ground(step.loop.graph, step.state_pairs)
+    for most, is_large in ((ground.num_classes, False), (ground.num_classes - 1, True)):
+        monkeypatch.setattr(stages, "LARGE_CLASSES", most)
+        assert step.task(CASES[SLOW].cluster, ground=lambda: ground).is_large is is_large
+    assert not step.task(CASES[SLOW].cluster).is_large
 
 
 def test_a_schedule_of_ones_own_is_searched() -> None:

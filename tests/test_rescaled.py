@@ -152,7 +152,7 @@ def test_meshes_of_three_axes_are_looked_at_where_one_of_two_comes_near(monkeypa
     best = min(intra_op.Ground(task.graph, task.state_pairs).on(task, mesh).solve().cost for mesh in task.meshes)
     three = [mesh for mesh in task.meshes if len(mesh.axis_sizes) == 3]
     assert three
-    monkeypatch.setattr(intra_op, "LARGE_OPERATORS", 0)
+    monkeypatch.setattr(intra_op, "MANY_OPERATORS", 0)
     for share, may, looks_at_all in ((1.01, True, False), (0.99, False, True), (0.5, False, False)):
         said.clear()
         assert intra_op.may_cost_less(task, share * best) is may

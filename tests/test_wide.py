@@ -74,6 +74,21 @@ def test_when_the_time_is_up_what_was_found_will_do(model: Model) -> None:
         assert found.bound <= best.cost + 1e-9
 
 
+@given(models(), st.sampled_from([(0, 10**9), (0, 0)]), st.sampled_from([1e-3, 0.05]))
+def test_what_takes_very_many_messages_is_left_with_a_bound_that_holds(
+    model: Model, sent: tuple[int, int], share: float
+) -> None:
+    """After many messages a gap that is worth nothing is left, after very many any gap; what is said of it stays true."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(wide, "MUCH_SENT", sent[0])
+        patched.setattr(wide, "MOST_SENT", sent[1])
+        best, found = by_trying(model), wide.solve_wide(model, by_trying, gaps=wide.Gaps(at_last=share))
+    assert (best is None) == (found is None)
+    if best is not None and found is not None:
+        assert np.isclose(model.cost(found.options), found.cost)
+        assert found.bound <= best.cost + 1e-9 <= found.cost + 2e-9
+
+
 def test_most_options_never_meet_the_solver() -> None:
     """A chain of nodes with a hundred options each is settled by its messages."""
     rng = np.random.default_rng(0)
@@ -101,7 +116,8 @@ def test_what_is_worth_no_enumeration_is_proven_still(model: Model, share: float
 
 def test_a_gap_that_is_worth_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every node with every other: the bound of messages stays below the optimum, and two states are no enumeration."""
-    monkeypatch.setattr(wide, "STATES", 2)
+    monkeypatch.setattr(wide, "STATES_TIMES_NODES", 2)
+    monkeypatch.setattr(wide, "FEW_STATES", 2)
     monkeypatch.setattr(wide, "CLOSE_STATES", 2)
     rng = np.random.default_rng(1)
     edges = {(i, j): rng.random((6, 6)) for i, j in itertools.combinations(range(7), 2)}

@@ -79,7 +79,6 @@ def whole_on(task: PipelineTask, cluster: Cluster) -> Prices:
             solver_seconds=task.solver_seconds,
             report_progress=task.report_progress,
             worth_share=task.worth_share,
-            far_gap=task.far_gap,
         ),
         None if task.ground is None else task.ground(),
     )

@@ -29,7 +29,7 @@ from autopar.inter_op.cut import cut
 from autopar.inter_op.looped import Looped
 from autopar.intra_op.priced import PricedStage, Prices
 from autopar.intra_op.restrict import Restriction
-from autopar.intra_op.search import LARGE_OPERATORS, WORTH_SHARE, Ground, Task
+from autopar.intra_op.search import LARGE_CLASSES, LARGE_OPERATORS, WORTH_SHARE, Ground, Task
 from autopar.plan import Schedule
 from autopar.schedule.cross_mesh import CrossMeshTransfer
 from autopar.schedule.orders import Order, OrderFunction, make_order, schedule_name
@@ -47,12 +47,15 @@ FAR_OVER = 1.25
 RISES = 4
 """Beyond a price of a few steps' seconds for the budget, memory is all that counts."""
 
+FEASIBLE_RISE, FEASIBLE_OVER = 1, 1.2
+"""Where stages of a large step hold so many budgets after so many rises, the last price is asked whether any have room."""
+
 HALVINGS = 1
 """How often the prices are lowered again, half-way in their logarithms to the last that were too low."""
 
 
 LARGE_WORTH_SHARE = 0.01
-"""Of steps of more than ``LARGE_OPERATORS`` other meshes are left alone that could make a stage faster by this share at best."""
+"""Of large steps other meshes are left alone that could make a stage faster by this share at best."""
 
 MAX_AXES = 2
 """Meshes of stages have so many axes at most, of large steps always, unless no others are asked for."""
@@ -101,25 +104,17 @@ class PipelineTask:
             return self.budget_bytes
         return min(self.budget_by_host[device // self.cluster.devices_per_host] for device in devices)
 
-    @property
+    @cached_property
     def is_large(self) -> bool:
-        """Whether every integer program counts."""
-        return len(self.loop.graph.operators) > LARGE_OPERATORS
+        """Whether every integer program counts: there are many operators, or so many that are not alike."""
+        if len(self.loop.graph.operators) > LARGE_OPERATORS:
+            return True
+        return self.ground is not None and self.ground().num_classes > LARGE_CLASSES
 
     @property
     def worth_share(self) -> float:
         """Where another mesh of a stage saves no more than this share of its seconds, it is left alone."""
         return LARGE_WORTH_SHARE if self.is_large else WORTH_SHARE
-
-    @property
-    def far_gap(self) -> float:
-        """From this gap on nothing is enumerated to make a stage's plan on a mesh better, or to prove that it is good.
-
-        Where axes divide examples or heads badly, wishes contradict each other all around, and bounds stay low: of GPT 1T in
-        microbatches of four sequences, 8×32 devices had a gap of 40 % and 8×64 one of 2.4 %, and a minute of enumeration closed
-        nothing of either.
-        """
-        return self.worth_share if self.is_large else math.inf
 
     def meshes_of(self, asked: Sequence[Mesh]) -> tuple[Mesh, ...]:
         """Those of the meshes that are asked for which a stage is planned on."""
@@ -257,12 +252,16 @@ class StagePlanner:
         prices = [0.0] * len(made.stages)
         result = self._at(arrangement, made, prices)
         too_low = list(prices)
-        for _ in range(RISES):
+        for rise in range(RISES):
             if result.step_seconds >= give_up_seconds:
                 return result
             over = self._over(result)
             if not any(over):
                 break
+            if rise == FEASIBLE_RISE and self.is_large and self._is_far_over(result):
+                last = [price * PRICE_STEP ** (RISES - rise) for price in prices]
+                if any(self._over(leanest := self._at(arrangement, made, last))):
+                    raise self._over_budget(leanest)
             for stage, is_over in enumerate(over):
                 if is_over:
                     too_low[stage] = prices[stage]
@@ -339,6 +338,12 @@ class StagePlanner:
         budgets = map(self._task.budget_of, result.arrangement.devices)
         return [peaks[home] > budget for home, budget in zip(result.homes, budgets, strict=True)]
 
+    def _is_far_over(self, result: PipelineFound) -> bool:
+        """Whether the devices of a mesh hold ``FEASIBLE_OVER`` budgets or more."""
+        budgets = map(self._task.budget_of, result.arrangement.devices)
+        peaks = (result.forecast.peak_bytes[home] for home in result.homes)
+        return any(peak >= FEASIBLE_OVER * budget for peak, budget in zip(peaks, budgets, strict=True))
+
     def cut(self, cuts: tuple[int, ...]) -> Cut:
         """The step cut before these forward operators."""
         if cuts not in self._cuts:
@@ -380,7 +385,6 @@ class StagePlanner:
                 names={value: task.names[position] for value, position in leaves.items()},
                 report_progress=task.report_progress,
                 worth_share=task.worth_share,
-                far_gap=task.far_gap,
                 separate=asked.separate,
             )
         )

@@ -96,7 +96,7 @@ def choices_on(
     for members in quotient.members:
         node = problem.nodes[members[0]]
         if isinstance(node, ValueNode):
-            layouts = _value_options(node, mesh, allowed.get(members[0]))
+            layouts = value_options(node, mesh, allowed.get(members[0]))
             options.append(layouts)
             seconds.append(_value_seconds(node, layouts, mesh, cluster) * len(members))
         else:
@@ -143,7 +143,8 @@ def _waiting(cluster: Cluster, power: int) -> Cluster:
     return cluster.with_profile(cluster.profile.after(2.0**power))
 
 
-def _value_options(node: ValueNode, mesh: Mesh, allowed: frozenset[Layout] | None) -> list[Layout]:
+def value_options(node: ValueNode, mesh: Mesh, allowed: frozenset[Layout] | None) -> list[Layout]:
+    """The layouts of an array on a mesh, of those that are ``allowed``; raises PlanError where there is none."""
     if node.is_constant:
         return [replicated(len(node.shape))]
     layouts = [one for one in layouts_of(node.shape, mesh, partial=node.may_be_partial) if one == dividing(one, mesh)]

@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -28,7 +29,8 @@ STARTS = 8
 SPARE = 8
 """Of so many times the states that are kept it is looked up which of them agree."""
 
-KEY_RANGE = float(1 << 62)
+MULTIPLIER = 0x9E3779B97F4A7C15
+"""Odd, about 2⁶⁴ over the golden ratio (Knuth, 1998, §6.4): its powers mix options into keys that seldom agree by chance."""
 
 
 def narrow_order(model: Model) -> tuple[int, ...]:
@@ -57,13 +59,14 @@ def _greedy_order(
     """
     undecided = [len(others) for others in around]
     decided = [False] * len(around)
+    closes = [0.0] * len(around)
+    """Width of the open nodes whose last undecided neighbour a node is."""
     near: set[int] = set()
     order: list[int] = []
     width, total = 0.0, -math.inf
 
     def widens(node: int) -> tuple[float, int]:
-        closed = sum(widths[other] for other in around[node] if decided[other] and undecided[other] == 1)
-        return (widths[node] if undecided[node] else 0.0) - closed, node
+        return (widths[node] if undecided[node] else 0.0) - closes[node], node
 
     node, rest = start, iter(range(len(around)))
     while True:
@@ -76,6 +79,9 @@ def _greedy_order(
             undecided[other] -= 1
             if not decided[other]:
                 near.add(other)
+        for one in (node, *around[node]):
+            if decided[one] and undecided[one] == 1:
+                closes[next(other for other in around[one] if not decided[other])] += widths[one]
         if len(order) == len(around) or total >= most:
             return total, tuple(order)
         node = min(near, key=widens) if near else next(other for other in rest if not decided[other])
@@ -143,16 +149,19 @@ class _Walk:
         if not len(reached):
             return False
         stay = [place for place, other in enumerate(self._open) if self._first[other] < node]
-        states = self._states[before][:, stay]
-        self._open = [self._open[place] for place in stay]
-        if self._first[node] < node:
+        is_open = self._first[node] < node
+        states = self._states[before] if len(stay) == len(self._open) else self._states[:, stay][before]
+        if is_open:
             states = np.concatenate((states, option[:, None].astype(np.int16)), axis=1)
-            self._open.append(node)
-        left = self._cheapest_alike(states, reached)
-        if len(left) > self._most:
-            left = left[self._cheapest(reached[left], self._most)]
-        self._back.append((before[left], option[left]))
-        self._states, self._costs = states[left], reached[left]
+        if len(stay) < len(self._open) or not is_open:  # else no two states agree
+            left = _cheapest_alike(states, reached)
+            before, option, reached, states = before[left], option[left], reached[left], states[left]
+        if len(reached) > self._most:
+            left = self._cheapest(reached, self._most)
+            before, option, reached, states = before[left], option[left], reached[left], states[left]
+        self._open = [*(self._open[place] for place in stay), *([node] if is_open else [])]
+        self._back.append((before, option))
+        self._states, self._costs = states, reached
         return True
 
     def _cheapest(self, costs: np.ndarray, count: int) -> np.ndarray:
@@ -161,20 +170,23 @@ class _Walk:
         self._floor = min(self._floor, float(costs[ranked[count:]].min()))
         return np.sort(ranked[:count])
 
-    def _cheapest_alike(self, states: np.ndarray, costs: np.ndarray) -> np.ndarray:
-        """Places of the cheapest of all states that agree."""
-        keys, span = np.zeros(len(states), np.int64), 1.0
-        for place, other in enumerate(self._open):
-            size = len(self._nodes[other])
-            if span * size > KEY_RANGE:
-                _, keys = np.unique(keys, return_inverse=True)
-                span = float(len(states))
-            keys = keys * size + states[:, place]
-            span *= size
-        ranked = np.lexsort((costs, keys))
-        is_first = np.ones(len(ranked), dtype=bool)
-        is_first[1:] = keys[ranked[1:]] != keys[ranked[:-1]]
-        return ranked[is_first]
+
+def _cheapest_alike(states: np.ndarray, costs: np.ndarray) -> np.ndarray:
+    """Places of the cheapest of all states that agree; states are told apart themselves, keys only bring equals together."""
+    if not states.shape[1]:
+        return np.array([costs.argmin()])
+    ranked = np.lexsort((costs, states @ mixers(states.shape[1])))
+    told = states[ranked]
+    is_first = np.ones(len(ranked), dtype=bool)
+    np.any(told[1:] != told[:-1], axis=1, out=is_first[1:])
+    return ranked[is_first]
+
+
+@cache
+def mixers(count: int) -> np.ndarray:
+    """So many powers of the multiplier, modulo 2⁶⁴."""
+    powers = [pow(MULTIPLIER, power, 1 << 64) for power in range(1, count + 1)]
+    return np.array(powers, np.uint64).view(np.int64)
 
 
 def in_order(model: Model, order: Sequence[int]) -> Model:

@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from autopar.cluster import Mesh
 from autopar.intra_op.alike import Quotient
-from autopar.intra_op.choices import Choices
+from autopar.intra_op.choices import Choices, value_options
 from autopar.intra_op.model import MemoryRow, Model, Pair
 from autopar.intra_op.problem import Problem, ValueNode
 from autopar.plan import Layout
@@ -65,6 +66,30 @@ def memory_rows(
                 edges[pair] = edges.get(pair, 0.0) + (held if home < copy else held.T)
         rows.append(MemoryRow(nodes, edges, budget_bytes))
     return rows
+
+
+def least_bytes(
+    problem: Problem,
+    mesh: Mesh,
+    allowed: Mapping[int, frozenset[Layout]],
+    moments: Sequence[Mapping[int, float]],
+) -> float:
+    """What every plan holds at the fullest moment at least, by its row: each value cut as finely as may be, no copies.
+
+    Raises :class:`~autopar.errors.PlanError` where there is no plan on the mesh at all.
+    """
+    shares_of: dict[int, float] = {}
+
+    def held(value: int, whole_bytes: float) -> float:
+        if (index := problem.node_of_value.get(value)) is None:
+            return 0.0
+        if index not in shares_of:
+            node = problem.nodes[index]
+            assert isinstance(node, ValueNode)
+            shares_of[index] = 1 / max(shares(one, mesh) for one in value_options(node, mesh, allowed.get(index)))
+        return whole_bytes * shares_of[index]
+
+    return max((sum(held(value, size) for value, size in moment.items()) for moment in moments), default=0.0)
 
 
 def _copy_pairs(problem: Problem, quotient: Quotient) -> set[Pair]:

@@ -12,6 +12,7 @@ that exceeds the budget, the rows are tightened by the difference and the progra
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import itertools
 import math
@@ -35,7 +36,7 @@ from autopar.intra_op.alike import Quotient, merge_alike
 from autopar.intra_op.bound import Bound, likeliest, lower_bound
 from autopar.intra_op.choices import Choices, choices_on
 from autopar.intra_op.extract import stage_of
-from autopar.intra_op.held import memory_rows, shares_held
+from autopar.intra_op.held import least_bytes, memory_rows, shares_held
 from autopar.intra_op.ilp import solve
 from autopar.intra_op.model import MemoryRow, Model, Solution
 from autopar.intra_op.problem import Problem, state_problem
@@ -46,7 +47,7 @@ from autopar.plan import Memory, Prediction, SolverReport, Stage
 from autopar.schedule.spmd import Hosted, SpmdProgram, hosted_ends, lower, output_layouts
 from autopar.wording import bytes_text
 
-EXACT_VARIABLES = 500_000
+EXACT_VARIABLES = 1_000_000
 """A program of at most so many variables is solved as it is."""
 
 KEPT_OPTIONS = 16
@@ -58,10 +59,21 @@ LEAN_OPTIONS = 6
 LARGE_OPERATORS = 8_000
 """Of a program of more operators, meshes are left out that a finer one stands for."""
 
+LARGE_CLASSES = 2_000
+"""Of a step of more classes of like nodes integer programs take as long as of one of that many operators: those of Wide-ResNet,
+whose blocks differ in shape, have 2,800, those of GPT 800 whatever its depth."""
+
+MANY_OPERATORS = 2_000
+"""Of a program of more operators meshes of more than ``FEW_AXES`` axes take longer than all others together."""
+
 FEW_AXES = 2
 ONE_MORE_AXIS = 1.1
-"""Where no plan of a large program on meshes of few axes costs less than so many times what is to be beaten, others are not
+"""Where no plan of such a program on meshes of few axes costs less than so many times what is to be beaten, others are not
 looked at: a third axis made GPT 39B on 64 devices cheaper by 0.2 %, and a mesh of three takes three times as long to price."""
+
+FAR_OVER = 2.25
+"""A program whose leanest layouts hold so many budgets by the rows is not solved: the exact account was no less than 0.45 of
+them (Wide-ResNet, most of whose arrays are never written, for they are fused into what reads them)."""
 
 WORTH_SHARE = 2e-3
 """A wide program that cannot beat the best plan by more than this share is not solved."""
@@ -91,8 +103,6 @@ class Task:
     report_progress: Callable[[str], None] = lambda message: None
     worth_share: float = WORTH_SHARE
     """Another mesh is left alone that can save no more than this share of the seconds."""
-    far_gap: float = math.inf
-    """Where bound and solution of a wide program are so far from each other the solution will do."""
     separate: frozenset[int] = frozenset()
     """Values that lie for themselves (see :func:`autopar.intra_op.problem.state_problem`)."""
     hosted: tuple[int, ...] = ()
@@ -196,11 +206,25 @@ def search_below(task: Task, ground: Ground, seconds: float) -> Found | TooSlow:
     return best.found(seconds=time.monotonic() - started)
 
 
+def may_fit(task: Task, ground: Ground) -> bool:
+    """Whether a plan on any mesh might keep the budget, by the rough account of the rows."""
+    limit = FAR_OVER * task.budget_bytes
+    if math.isinf(limit):
+        return True
+    moments = ground.moments_on_devices(task)
+    for mesh in task.meshes:
+        with contextlib.suppress(PlanError):
+            allowed = task.restriction(mesh).of_nodes(ground.problem, mesh)
+            if least_bytes(ground.problem, mesh, allowed, moments) <= limit:
+                return True
+    return False
+
+
 def may_cost_less(task: Task, seconds: float, ground: Ground | None = None) -> bool:
     """Whether any mesh might have a plan, regardless of the budget, that costs less."""
     ground = ground or Ground(task.graph, task.state_pairs, task.separate)
     meshes = worth_trying(task)
-    if len(task.graph.operators) <= LARGE_OPERATORS:
+    if len(task.graph.operators) <= MANY_OPERATORS:
         return any(_cost_below(task, mesh, seconds, ground) < seconds for mesh in meshes)
     few = [mesh for mesh in meshes if len(mesh.axis_sizes) <= FEW_AXES]
     is_far = bool(few)
@@ -213,13 +237,13 @@ def may_cost_less(task: Task, seconds: float, ground: Ground | None = None) -> b
 
 
 def _cost_below(task: Task, mesh: Mesh, seconds: float, ground: Ground) -> float:
-    """What plans on a mesh cost at least; no more is proven than ``seconds``, and nothing by enumeration."""
+    """What plans on a mesh cost at least; no more is proven than ``seconds``."""
     task.report_progress(f"bounding the plans on mesh {mesh}")
     try:
         on_mesh = ground.on(task, mesh)
         if on_mesh.model.num_variables > EXACT_VARIABLES:
             return lower_bound(on_mesh.model, enough=seconds).cost
-        found = replace(on_mesh, task=replace(task, far_gap=task.worth_share)).solve_below(seconds)
+        found = on_mesh.solve_below(seconds)
     except PlanError:
         return math.inf
     return math.inf if found is None else found.bound
@@ -356,13 +380,23 @@ class Ground:
         demands = demand_keys(allowed)
         hosted = self._hosted_bytes(task)
         demands |= {node: (demands.get(node), size) for node, size in hosted.items()}
-        key = frozenset(demands.items())  # mostly the same on every mesh
-        if (quotient := self._quotients.get(key)) is None:
-            quotient = self._quotients[key] = merge_alike(self.problem, demands)
+        quotient = self._quotient(demands)
         choices = choices_on(self.problem, quotient, mesh, task.cluster, allowed)
         if hosted:
             choices = choices.with_copies(quotient, hosted, seconds_per_hosted_byte(task.cluster))
         return OnMesh(task, self, quotient, choices, Model(choices.node_seconds, choices.edge_seconds))
+
+    @property
+    def num_classes(self) -> int:
+        """Of like nodes, if nothing is demanded."""
+        return len(self._quotient({}).members)
+
+    def _quotient(self, demands: Mapping[int, Hashable]) -> Quotient:
+        """Classes of like nodes; demands are mostly the same on every mesh."""
+        key = frozenset(demands.items())
+        if key not in self._quotients:
+            self._quotients[key] = merge_alike(self.problem, demands)
+        return self._quotients[key]
 
     def _hosted_bytes(self, task: Task) -> dict[int, float]:
         """Bytes of whole arrays that a step copies between devices and hosts, by node."""
@@ -377,6 +411,13 @@ class Ground:
         if donated not in self._moments:
             self._moments[donated] = critical_moments(self.graph, self.problem.fusion, self._state_pairs, donated)
         return self._moments[donated]
+
+    def moments_on_devices(self, task: Task) -> list[dict[int, float]]:
+        """The same without what lies in the memory of the host."""
+        moments = self.moments(task.donated)
+        if elsewhere := task.hosted_values:
+            return [{value: size for value, size in row.items() if value not in elsewhere} for row in moments]
+        return moments
 
 
 @dataclass(frozen=True)
@@ -412,7 +453,7 @@ class OnMesh:
     def solve_below(self, cost: float) -> Solution | None:
         """The optimum regardless of the budget, unless it is known that it costs as much."""
         task = self.task
-        gaps = Gaps(ENOUGH, task.worth_share, task.far_gap)
+        gaps = Gaps(ENOUGH, task.worth_share)
         return solve(self.model, time_limit_seconds=task.solver_seconds, below=cost, gaps=gaps)
 
     def narrowed(self, kept: Sequence[np.ndarray], floor: float) -> OnMesh:
@@ -432,10 +473,7 @@ class OnMesh:
     @cached_property
     def rows(self) -> list[MemoryRow]:
         """One row per critical moment: bytes of the live values of each class, by layout; copies only where they differ."""
-        moments = self.ground.moments(self.task.donated)
-        if elsewhere := self.task.hosted_values:
-            moments = [{value: size for value, size in row.items() if value not in elsewhere} for row in moments]
-        return self.rows_of(moments)
+        return self.rows_of(self.ground.moments_on_devices(self.task))
 
     def rows_of(self, moments: Sequence[Mapping[int, float]]) -> list[MemoryRow]:
         """The same for moments of which the whole bytes of every live value are given."""

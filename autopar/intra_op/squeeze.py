@@ -37,7 +37,7 @@ MOST_BETWEEN = 6
 
 GOOD_GAP = 5e-3
 
-GAPS = Gaps(1e-3, 2e-3)
+GAPS = Gaps(1e-3, 1e-3)
 """Of solutions at a price: which price is the best is not known better."""
 
 

@@ -37,8 +37,11 @@ ENOUGH = 1e-4
 ROUNDS = (10, 15, 15, 20, 30, 50)
 """Of passes, one backward and one forward, before every attempt to settle it."""
 
-STATES = 300
-"""That a walk among all options remembers."""
+STATES_TIMES_NODES = 75_000
+"""A walk among all options remembers so many states over the number of nodes: what it costs is about the same then."""
+
+FEW_STATES, PASSES_OF_FEW = 30, 5
+"""After so many passes such a walk follows: what it finds hangs more on the messages than on how much it remembers."""
 
 FEW_OPTIONS = (3, 4)
 """Of every node, among which solutions are looked for exactly."""
@@ -52,6 +55,12 @@ CLOSE, CLOSE_STATES = 2.5, 20_000
 FIRST_CLOSE = 4
 """Attempts without that: of a thousand nodes such a walk takes as long as hundreds of passes, which raise the bound as well."""
 
+MUCH_SENT = 40_000
+"""Messages, one along every edge in a pass, after which what would do at last will do: of a thousand nodes a pass takes long."""
+
+MOST_SENT = 80_000
+"""Messages after which any solution will do: what is left of a program of hundreds of nodes is not solved exactly in minutes."""
+
 LAST_STATES = 200_000
 """Before an integer program is tried."""
 
@@ -61,14 +70,10 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Gaps:
-    """Relative gaps at which a solution of a wide program will do: at any time, and where more would take an enumeration.
-
-    From a gap of ``far`` on nothing is enumerated either: what was found is returned, with its bound.
-    """
+    """Relative gaps at which a solution of a wide program will do: at any time, and where more would take an enumeration."""
 
     enough: float = ENOUGH
     at_last: float = ENOUGH
-    far: float = np.inf
 
 
 CLOSEST = Gaps()
@@ -97,7 +102,7 @@ def solve_wide(
     """
     order = narrow_order(model)
     passing = _Passing(in_order(model, order), below, gaps.enough)
-    is_settled = _settle(passing, gaps, until_seconds)
+    is_settled = _settle(passing, gaps.at_last, until_seconds)
     if passing.is_hopeless:
         return None
     found = passing.incumbent
@@ -106,23 +111,29 @@ def solve_wide(
     return None if found is None else _renumbered(found, order)
 
 
-def _settle(passing: _Passing, gaps: Gaps, until_seconds: float) -> bool:
+def _settle(passing: _Passing, gap_at_last: float, until_seconds: float) -> bool:
     """Whether passes and walks find a solution that is good enough, or any before the time is up."""
     for attempt, rounds in enumerate(ROUNDS):
-        passing.run(rounds)
-        if passing.is_hopeless:
-            return True
-        passing.walk(STATES)
+        for _ in range(rounds // PASSES_OF_FEW):
+            passing.run(PASSES_OF_FEW)
+            if passing.is_hopeless:
+                return True
+            passing.walk(FEW_STATES)
+            if passing.is_settled or (passing.num_sent >= MUCH_SENT and passing.gap <= gap_at_last):
+                return True
+            if passing.num_sent >= MOST_SENT and passing.incumbent is not None:
+                return True
+        passing.walk(max(FEW_STATES, STATES_TIMES_NODES // len(passing.model.nodes)))
         for count in FEW_OPTIONS if attempt >= FIRST_EXACT else ():
             if not passing.is_settled:
                 passing.look_among_likeliest(count)
-        if attempt >= FIRST_CLOSE and passing.gap <= gaps.at_last:
+        if attempt >= FIRST_CLOSE and passing.gap <= gap_at_last:
             return True
         if attempt >= FIRST_CLOSE and passing.is_close:
             passing.walk(CLOSE_STATES, until_seconds)
         if passing.is_settled or passing.is_late(until_seconds):
             return True
-    if gaps.far <= passing.gap < np.inf:
+    if passing.num_sent >= MUCH_SENT and passing.incumbent is not None:
         return True
     passing.walk(LAST_STATES, until_seconds)
     return passing.is_settled or passing.is_late(until_seconds)
@@ -154,6 +165,7 @@ class _Passing:
         self._bound = -np.inf
         self._best: Solution | None = None
         self._possible = [np.ones(len(costs), dtype=bool) for costs in model.nodes]
+        self.num_sent = 0
 
     @property
     def is_hopeless(self) -> bool:
@@ -164,6 +176,7 @@ class _Passing:
         for _ in range(rounds):
             if self.is_hopeless:
                 return
+            self.num_sent += len(self.model.edges)
             for forward in (False, True):
                 known = self._bound
                 self._bound = max(known, self._messages.sweep(forward=forward))

@@ -5,7 +5,7 @@ The rows of the integer program count the bytes of a plan roughly; the exact acc
     small programs   are solved with the rows, which are tightened by what the exact account exceeds the budget by
     large ones       pay a price for memory in place of the rows (:mod:`autopar.intra_op.squeeze`), each solution laid out
 
-and where neither finds a plan, the one that holds the fewest bytes is looked at, whatever it costs.
+and where neither finds a plan, but comes near, the one that holds the fewest bytes is looked at, whatever it costs.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ HOPELESS = 1.5
 """A solution that holds so many budgets by the rows, which are a rough account, is over it by the exact one as well."""
 
 
+NEAR = 1.25
+"""Where not even prices find a large program a plan of so many budgets, the one of fewest bytes is not looked for: it cares for
+nothing else, so it sends whole arrays, and was found to hold more by the exact account."""
+
+
 class OverBudgetError(PlanError):
     """No stage on this mesh keeps the budget; ``memory`` is that of the leanest."""
 
@@ -60,7 +65,9 @@ def within_budget(on_mesh: OnMesh, optimum: Solution, below: float) -> tuple[Fou
         return squeezed
     if math.isfinite(below):
         return None  # the leanest plan of all is wanted only where there is no other
-    if (leanest := _leanest(on_mesh)) is not None:
+    least_bytes = min(one.memory.total_bytes for one in tried)
+    is_far = on_mesh.model.num_variables > EXACT_SQUEEZED_VARIABLES and least_bytes > NEAR * task.budget_bytes
+    if not is_far and (leanest := _leanest(on_mesh)) is not None:
         if leanest.memory.total_bytes <= task.budget_bytes:
             return replace(on_mesh.complete(leanest), model=None), on_mesh.model.cost(leanest.solution.options)
         tried.append(leanest)
@@ -102,7 +109,7 @@ def _priced(on_mesh: OnMesh, optimum: Solution, tried: list[LaidOut], below: flo
     demand = replace(on_mesh.model, memory=[replace(row, budget=limit) for row in rows])
 
     def keeps_budget(solution: Solution) -> bool:
-        if max(row.used(solution.options) for row in rows) > HOPELESS * task.budget_bytes:
+        if max(row.used(solution.options) for row in rows) > max(HOPELESS * task.budget_bytes, limit):
             return False  # not worth laying out
         known = next((one for one in tried if one.solution.options == solution.options), None)
         if known is None:
