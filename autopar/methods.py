@@ -14,10 +14,11 @@ opponents are as strong as their idea allows.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from autopar.cluster import AXIS_NAMES, Cluster, Mesh
@@ -109,7 +110,7 @@ class Zero2:
 
 @dataclass(frozen=True)
 class Zero3:
-    """ZeRO-2 with parameters at rest in pieces too, gathered whole for use."""
+    """ZeRO-2 with parameters at rest in pieces too, gathered whole for use, in the narrower type where they are used in one."""
 
     name: str = "zero3"
 
@@ -120,8 +121,17 @@ class Zero3:
     def restriction(self, subject: Subject, mesh: Mesh) -> Restriction:
         """Batch dimensions are cut, and one dimension of every state; the copies for use are whole."""
         parameters, optimizer = split_state(subject)
-        copies = {value: _whole(subject.graph.values[value]) for value in parameters}
-        return _pieces(subject, mesh, [*parameters, *optimizer], {}, copies)
+        casts = _narrowing_casts(subject, parameters)
+        used = [value for value in parameters if value not in casts] + list(
+            itertools.chain.from_iterable(casts.values())
+        )
+        copies = {value: _whole(subject.graph.values[value]) for value in used}
+        restriction = _pieces(subject, mesh, [*parameters, *optimizer], {}, copies)
+        assert restriction.reach is not None
+        reach = dict(restriction.reach["data"])
+        for parameter, narrow in casts.items():
+            reach.update(dict.fromkeys(narrow, reach.get(parameter, frozenset())))
+        return replace(restriction, reach={"data": reach})
 
 
 @dataclass(frozen=True)
@@ -246,6 +256,21 @@ def split_state(subject: Subject) -> tuple[list[int], list[int]]:
     state = [subject.graph.inputs[position] for position in subject.state]
     ranked = [value for value in state if subject.graph.values[value].shape]
     return [v for v in ranked if v in read_early], [v for v in ranked if v not in read_early]
+
+
+def _narrowing_casts(subject: Subject, parameters: Collection[int]) -> dict[int, list[int]]:
+    """Of the parameters that the passes read in narrower types only: what they are cast to."""
+    casts: dict[int, list[int]] = defaultdict(list)
+    others: set[int] = set()
+    values, known = subject.graph.values, frozenset(parameters)
+    for operator in subject.graph.operators:
+        for operand in known.intersection(operator.operands) if operator.phase is not Phase.UPDATE else ():
+            is_cast = operator.primitive == "convert_element_type"
+            if is_cast and values[operator.results[0]].size_bytes < values[operand].size_bytes:
+                casts[operand].append(operator.results[0])
+            else:
+                others.add(operand)
+    return {value: narrow for value, narrow in casts.items() if value not in others}
 
 
 def _pieces(
