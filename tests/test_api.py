@@ -401,7 +401,12 @@ def test_an_impossible_budget_is_refused_naming_three_tenants() -> None:
     tenants = tenants_of(str(refused.value))
     assert len(set(tenants)) == 3
     assert any("state" in tenant or tenant == "batch/x" for tenant in tenants)
-    # scratch space is told by the user's own line
+
+
+def test_scratch_space_is_told_by_the_users_own_line() -> None:
+    with pytest.raises(PlanError) as refused:
+        parallel(method="auto", memory_per_device=1000.0, num_microbatches=1).plan(make_state(), make_batch())
+    tenants = tenants_of(str(refused.value))
     assert any(f" at {Path(__file__).name}:" in tenant for tenant in tenants)
 
 

@@ -78,7 +78,7 @@ def test_toy_step_is_float64_throughout_when_asked(name: str) -> None:
 
 def test_published_sizes_have_the_parameters_of_their_names() -> None:
     counts = {name: model.parameter_count(config) for name, config in model.PRESETS.items() if name != "demo"}
-    unit = {"M": 1e6, "B": 1e9}
+    unit = {"M": 1e6, "B": 1e9, "T": 1e12}
     for name, count in counts.items():
         assert count == pytest.approx(float(name[:-1]) * unit[name[-1]], rel=0.08), name
     llama = nnx.eval_shape(lambda: llama_nnx.Llama(llama_nnx.CONFIGS["8B"], jnp.float32, nnx.Rngs(0)))

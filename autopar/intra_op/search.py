@@ -12,7 +12,6 @@ that exceeds the budget, the rows are tightened by the difference and the progra
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import itertools
 import math
@@ -212,12 +211,16 @@ def may_fit(task: Task, ground: Ground) -> bool:
     if math.isinf(limit):
         return True
     moments = ground.moments_on_devices(task)
+    is_refused = True
     for mesh in task.meshes:
-        with contextlib.suppress(PlanError):
+        try:
             allowed = task.restriction(mesh).of_nodes(ground.problem, mesh)
             if least_bytes(ground.problem, mesh, allowed, moments) <= limit:
                 return True
-    return False
+        except PlanError:
+            continue
+        is_refused = False
+    return is_refused  # planning says why there is no plan on any mesh
 
 
 def may_cost_less(task: Task, seconds: float, ground: Ground | None = None) -> bool:
