@@ -320,6 +320,11 @@ class Cluster:
         return self.runs_on is not None or self.is_distributed or self.hosts > 1
 
     @property
+    def has_like_hosts(self) -> bool:
+        """Whether all hosts have the same devices, and the same links between them."""
+        return not (self.host_links or self.host_devices)
+
+    @property
     def num_devices(self) -> int:
         """All devices of all hosts."""
         return self.hosts * self.devices_per_host

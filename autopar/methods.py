@@ -17,8 +17,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from autopar.cluster import AXIS_NAMES, Cluster, Mesh
@@ -105,7 +105,7 @@ class Zero2:
         """Batch dimensions are cut, and in the update one dimension of every optimizer state."""
         parameters, optimizer = split_state(subject)
         whole = {value: _whole(subject.graph.values[value]) for value in parameters}
-        return _pieces(subject, mesh, optimizer, whole, {})
+        return _pieces(subject, mesh, optimizer, whole, {}, {})
 
 
 @dataclass(frozen=True)
@@ -122,16 +122,9 @@ class Zero3:
         """Batch dimensions are cut, and one dimension of every state; the copies for use are whole."""
         parameters, optimizer = split_state(subject)
         casts = _narrowing_casts(subject, parameters)
-        used = [value for value in parameters if value not in casts] + list(
-            itertools.chain.from_iterable(casts.values())
-        )
+        used = [*(value for value in parameters if value not in casts), *itertools.chain(*casts.values())]
         copies = {value: _whole(subject.graph.values[value]) for value in used}
-        restriction = _pieces(subject, mesh, [*parameters, *optimizer], {}, copies)
-        assert restriction.reach is not None
-        reach = dict(restriction.reach["data"])
-        for parameter, narrow in casts.items():
-            reach.update(dict.fromkeys(narrow, reach.get(parameter, frozenset())))
-        return replace(restriction, reach={"data": reach})
+        return _pieces(subject, mesh, [*parameters, *optimizer], {}, copies, casts)
 
 
 @dataclass(frozen=True)
@@ -274,9 +267,17 @@ def _narrowing_casts(subject: Subject, parameters: Collection[int]) -> dict[int,
 
 
 def _pieces(
-    subject: Subject, mesh: Mesh, sharded: list[int], pinned: dict[int, Layout], copies: dict[int, Layout]
+    subject: Subject,
+    mesh: Mesh,
+    sharded: list[int],
+    pinned: dict[int, Layout],
+    copies: dict[int, Layout],
+    casts: Mapping[int, Sequence[int]],
 ) -> Restriction:
-    """Data parallel, with the ``sharded`` states pinned in pieces along their largest dimension that divides."""
+    """Data parallel, with the ``sharded`` states pinned in pieces along their largest dimension that divides.
+
+    What a state is cast to (``casts``) may lie in the same pieces.
+    """
     size = mesh.axis_size("data")
     seeds = {}
     pinned = dict(pinned)
@@ -290,7 +291,8 @@ def _pieces(
     updates = propagate(subject.graph, seeds, size, _is_update_or_gradient)
     batch = batch_reach(subject, mesh, "data")
     merged: dict[int, frozenset[int]] = defaultdict(frozenset)
-    for reach in (batch, updates):
+    narrow = {value: seeds[state] for state, values in casts.items() if state in seeds for value in values}
+    for reach in (batch, updates, narrow):
         for reached, tied in reach.items():
             merged[reached] |= tied
     return Restriction(pinned=pinned, pinned_copies=copies, reach={"data": merged})

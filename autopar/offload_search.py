@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from autopar.cluster import Cluster
 from autopar.cost_model.hosted import has_host_memory, seconds_per_hosted_byte
 from autopar.errors import BudgetError, PlanError
-from autopar.intra_op.search import LARGE_OPERATORS, MANY_OPERATORS
+from autopar.intra_op.search import LARGE_OPERATORS
 from autopar.methods import IntraOp, method_of
-from autopar.pipelines import wants_pipeline
+from autopar.pipelines import come_first, wants_pipeline
 from autopar.plan import Offload
 from autopar.remat_search import Planned, or_raise
 from autopar.subjects import Demands, Subjected, offloaded
@@ -115,12 +115,9 @@ def _may_be_faster(subject: Subjected, cluster: Cluster, kept: Planned, planners
     is_limited = plan.is_pipeline or plan.num_microbatches > 1 or plan.remat.is_any
     if not is_limited and (found is None or not found.is_squeezed):
         return False
-    operators = len(subject.graph.operators)
-    if operators > LARGE_OPERATORS:  # every plan of a large step takes long
+    if len(subject.graph.operators) > LARGE_OPERATORS:  # every plan of a large step takes long
         return False
-    if (
-        plan.is_pipeline and operators > MANY_OPERATORS and cluster.hosts > 1
-    ):  # it was preferred to all plans on one mesh
+    if plan.is_pipeline and come_first(subject, cluster):  # it was preferred to all plans on one mesh
         return False
     values = (subject.graph.values[subject.graph.inputs[position]] for position in subject.hosted)
     part_bytes = sum(value.size_bytes for value in values) / cluster.num_devices

@@ -46,7 +46,7 @@ from autopar.inter_op.stages import (
     leaves_of,
 )
 from autopar.intra_op.restrict import Reach, Restriction
-from autopar.intra_op.search import LARGE_OPERATORS
+from autopar.intra_op.search import LARGE_OPERATORS, MANY_OPERATORS
 from autopar.likeness import Likeness, StageAsThere, as_there, cuts_as_there
 from autopar.methods import InterOp, IntraOp, Subject, batch_reach, mesh_of, method_of
 from autopar.plan import UNOPENED, Opening, Plan, Schedule, SolverReport
@@ -196,6 +196,11 @@ def pipeline_alike(
     if any(squeezed):
         return Alike(None, squeezed)
     return Alike((one, plan_of_pipeline(one, cluster, demands, planner.plan(arrangement)), None), squeezed)
+
+
+def come_first(subject: Subjected, cluster: Cluster) -> bool:
+    """Whether pipelines are looked for before plans on one mesh, which then all have to be faster than the best of them."""
+    return cluster.hosts > 1 and len(subject.graph.operators) > MANY_OPERATORS
 
 
 def may_be_pipeline(subject: Subjected, cluster: Cluster, demands: Demands, whole: Plan | None) -> bool:

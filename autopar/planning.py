@@ -54,6 +54,7 @@ from autopar.methods import HAND_MADE, IntraOp, Subject, mesh_of, method_of
 from autopar.microbatch_search import ANY_AXES, MicrobatchSearch
 from autopar.pipelines import (
     best_pipeline,
+    come_first,
     counts_of,
     leaves_layouts_open,
     may_be_pipeline,
@@ -183,7 +184,7 @@ def _best_plan(
     if asked is not None or not isinstance(method_of(demands.method), IntraOp):
         alone = planner.plan_in(asked or 1)
         return planner.or_pipeline(alone) or alone
-    pipelines_first = planner.takes_long and cluster.hosts > 1
+    pipelines_first = come_first(subject, cluster)
     if pipelines_first and (pipeline := planner.or_pipeline(None)) is not None:
         # All plans on one mesh take long, and over several hosts hardly any is faster.
         if planner.one_mesh_may_beat(pipeline[1].step_seconds):

@@ -22,6 +22,7 @@ from autopar.cluster import Cluster
 from autopar.compilers import Compiler
 from autopar.explain.verification import NO_AXES, Tolerances
 from benchmarks.models import build
+from benchmarks.models.base import Model
 from benchmarks.suites.steps import gpt_model
 from examples.gpt.model import PRESETS
 
@@ -61,6 +62,10 @@ def verified(name: str, method: str, count: int, dtype: str = "float32") -> auto
     model = dataclasses.replace(model, batch_size=BATCH_SIZES.get((name, count), model.batch_size))
     mesh_shape = MESHES[count] if method == "auto" else None
     step = autopar.parallelize(model.train_step, method=method, mesh_shape=mesh_shape, solver_seconds=SOLVER_SECONDS)
+    return compiled_for_h100(step, model, count)
+
+
+def compiled_for_h100(step: autopar.Parallelized, model: Model, count: int) -> autopar.Verification:
     return autopar.verify_plan(
         step,
         model.abstract_state(),
@@ -110,14 +115,7 @@ def test_what_is_computed_again_is_not_kept(name: str, remat: str, method: str) 
     """XLA:GPU would keep it beside collectives (:mod:`autopar.runtime.xla_options`)."""
     model = build(name, "125M", jnp.dtype("float32"))
     step = autopar.parallelize(model.train_step, method=method, remat=remat, solver_seconds=SOLVER_SECONDS)
-    found = autopar.verify_plan(
-        step,
-        model.abstract_state(),
-        model.abstract_batch(),
-        cluster=Cluster.preset("p5.48xlarge", hosts=1),
-        compiler=Compiler.H100,
-        tolerances=Tolerances(total_bytes=HIGHEST),
-    )
+    found = compiled_for_h100(step, model, 8)
     check(found)
     if (name, method) == ("gpt", "data_parallel"):
         whole = verified(name, method, 8).figure("memory in all").compiled
@@ -149,14 +147,7 @@ def test_gradients_of_mixed_precision_are_reduced_once_for_all_microbatches(meth
     step = autopar.parallelize(
         model.train_step, method=method, num_microbatches=4, mesh_shape=(2, 4) if method == "auto" else None
     )
-    found = autopar.verify_plan(
-        step,
-        model.abstract_state(),
-        model.abstract_batch(),
-        cluster=Cluster.preset("p5.48xlarge", hosts=1),
-        compiler=Compiler.H100,
-        tolerances=Tolerances(total_bytes=HIGHEST),
-    )
+    found = compiled_for_h100(step, model, 8)
     check(found)
     if method == "data_parallel":
         weights = sum(leaf.size for leaf in jax.tree.leaves(model.abstract_state().params))

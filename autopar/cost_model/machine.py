@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from autopar.cluster import Cluster, Link
+from autopar.cost_model.fair import Usage
 from autopar.errors import ClusterError
 
 
@@ -168,7 +169,7 @@ class SharedResources:
     number_of: Mapping[Resource, int]
     capacities: tuple[float, ...]
 
-    def usage(self, amounts: Amounts, size: float) -> tuple[tuple[int, float], ...]:
+    def usage(self, amounts: Amounts, size: float) -> Usage:
         """What is taken of each per unit of rate, by number.
 
         Raises ``ClusterError`` for a resource that the machine lacks.

@@ -25,7 +25,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from autopar.cost_model.fair import FairClock, Usage
-from autopar.cost_model.machine import Load, Machine, shared_resources
+from autopar.cost_model.machine import Load, Machine, SharedResources, shared_resources
 from autopar.errors import ClusterError
 from autopar.schedule.instructions import Instruction, InstructionList, Receive, Run, Send, Slot, Task, deadlock
 
@@ -193,24 +193,23 @@ class _Simulator:
     def __init__(self, lists: Sequence[InstructionList], work: Work, machine: Machine, transport: Transport) -> None:
         self.work = work
         self.blocking = transport is Transport.BLOCKING
-        self.loads = {transfer: work.load(transfer) for transfer in _transfers(lists)}
-        self.resources = shared_resources(machine, (load.bytes_on for load in self.loads.values()))
-        self.clock = FairClock(self.resources.capacities)
-        self.processors = [(mesh.max_speed, self.resources.usage(mesh.share_of, 1.0)) for mesh in machine.meshes]
+        loads = {transfer: work.load(transfer) for transfer in _transfers(lists)}
+        resources = shared_resources(machine, (load.bytes_on for load in loads.values()))
+        self.clock = FairClock(resources.capacities)
+        self.processors = [(mesh.max_speed, resources.usage(mesh.share_of, 1.0)) for mesh in machine.meshes]
         self.meshes = [_Mesh(instructions) for instructions in lists]
         self.messages: dict[tuple[int, int], int] = {}
         self.table: list[_Message] = []
         self.unmade: set[Slot] = set()
         self.leaving: dict[Slot, list[int]] = {}  # messages that may leave when the slot is made
-        self._scan()
+        self._scan({transfer: _used(load, resources) for transfer, load in loads.items()})
         slot_bytes = work.slot_bytes
         self.memory = [] if slot_bytes is None else [_Memory(slot_bytes, mesh.given) for mesh in self.meshes]
         self.task_events: list[TaskEvent] = []
         self.message_events: list[MessageEvent] = []
 
-    def _scan(self) -> None:
+    def _scan(self, loads: Mapping[int, tuple[Load, Usage, float]]) -> None:
         """Find the messages, and the slots that are given, made by tasks, or brought."""
-        loads = {transfer: self._used(load) for transfer, load in self.loads.items()}
         for number, mesh in enumerate(self.meshes):
             written: set[Slot] = set()
             brought: set[Slot] = set()
@@ -235,11 +234,6 @@ class _Simulator:
                     given.update((slot, None) for slot in instruction.slots if slot not in written)
             mesh.given = list(given)
             self.unmade |= written
-
-    def _used(self, load: Load) -> tuple[Load, Usage, float]:
-        """A load, what it takes of each resource per unit of rate, and its most bytes on one."""
-        size = max((amount for _, amount in load.bytes_on), default=0.0)
-        return load, self.resources.usage(load.bytes_on, size), size
 
     def _message(self, end: Send | Receive, loads: Mapping[int, tuple[Load, Usage, float]]) -> _Message:
         name = (end.transfer, end.microbatch)
@@ -390,6 +384,12 @@ class _Simulator:
                 waits[number] = f"{what}" + (f", which needs {missing}" if missing is not None else "")
         if waits:
             raise deadlock(waits)
+
+
+def _used(load: Load, resources: SharedResources) -> tuple[Load, Usage, float]:
+    """A load, what it takes of each resource per unit of rate, and its most bytes on one."""
+    size = max((amount for _, amount in load.bytes_on), default=0.0)
+    return load, resources.usage(load.bytes_on, size), size
 
 
 def _transfers(lists: Sequence[InstructionList]) -> list[int]:

@@ -124,7 +124,7 @@ def cheapest_transfer(
     """
     devices = source.devices + target.devices
     before = min(devices) // cluster.devices_per_host * cluster.devices_per_host
-    if before <= 0 or max(devices) >= cluster.num_devices or cluster.host_links or cluster.host_devices:
+    if before <= 0 or max(devices) >= cluster.num_devices or not cluster.has_like_hosts:
         return _cheapest_from(shape, itemsize_bytes, source, target, cluster)
     ends = source.moved(-before), target.moved(-before)
     return _cheapest_from(shape, itemsize_bytes, *ends, cluster).moved(before)

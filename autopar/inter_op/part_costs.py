@@ -38,7 +38,7 @@ def costs_of_parts(task: PipelineTask, layers: LayerMap, parts: Iterable[Cluster
     found: dict[Cluster, LayerCosts] = {}
     cluster = task.cluster
     efficiency = Efficiency(cluster.num_devices, layers.num_layers, task.loop.count)
-    may_leave_out = task.is_large and not (cluster.host_links or cluster.host_devices)
+    may_leave_out = task.is_large and cluster.has_like_hosts
     for part in parts:
         size, prices = part.num_devices, whole_on(task, part)
         task.report_progress(f"pricing layers on {size} devices")

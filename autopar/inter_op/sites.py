@@ -84,8 +84,7 @@ def host_order(cluster: Cluster, hosts: Sequence[int], sizes: Sequence[int]) -> 
     parts = {}
     for start, size in itertools.product(range(cluster.num_devices), sizes):
         if start + size <= cluster.num_devices and fits_hosts(start, size, cluster):
-            is_alike = not (ordered.host_links or ordered.host_devices)
-            part = known.get(size) if is_alike else None
+            part = known.get(size) if ordered.has_like_hosts else None
             part = part or _priced(ordered.part(range(start, start + size)))
             if not part.host_devices:
                 parts[start, size] = known[size] = part
@@ -101,7 +100,7 @@ def _priced(part: Cluster) -> Cluster:
 def host_orders(cluster: Cluster, message_bytes: float) -> list[tuple[int, ...]]:
     """Orders of the hosts that differ, those first between whose neighbours messages of that size take least."""
     everyone = tuple(range(cluster.hosts))
-    if not (cluster.host_links or cluster.host_devices):
+    if cluster.has_like_hosts:
         return [everyone]
 
     def seconds(one: int, other: int) -> float:

@@ -48,7 +48,8 @@ RISES = 4
 """Beyond a price of a few steps' seconds for the budget, memory is all that counts."""
 
 FEASIBLE_RISE, FEASIBLE_OVER = 1, 1.2
-"""Where stages of a large step hold so many budgets after so many rises, the last price is asked whether any have room."""
+"""Where stages of a large step hold more than so many budgets after so many rises, the last price is asked whether any have
+room."""
 
 HALVINGS = 1
 """How often the prices are lowered again, half-way in their logarithms to the last that were too low."""
@@ -258,7 +259,7 @@ class StagePlanner:
             over = self._over(result)
             if not any(over):
                 break
-            if rise == FEASIBLE_RISE and self.is_large and self._is_far_over(result):
+            if rise == FEASIBLE_RISE and self.is_large and any(self._over(result, FEASIBLE_OVER)):
                 last = [price * PRICE_STEP ** (RISES - rise) for price in prices]
                 if any(self._over(leanest := self._at(arrangement, made, last))):
                     raise self._over_budget(leanest)
@@ -332,17 +333,11 @@ class StagePlanner:
             found.update(best)
         return [found[stage] for stage in range(len(made.stages))]
 
-    def _over(self, result: PipelineFound) -> list[bool]:
-        """For each stage whether the devices of its mesh hold too much."""
+    def _over(self, result: PipelineFound, times: float = 1.0) -> list[bool]:
+        """For each stage whether the devices of its mesh hold more than so many budgets."""
         peaks = result.forecast.peak_bytes
         budgets = map(self._task.budget_of, result.arrangement.devices)
-        return [peaks[home] > budget for home, budget in zip(result.homes, budgets, strict=True)]
-
-    def _is_far_over(self, result: PipelineFound) -> bool:
-        """Whether the devices of a mesh hold ``FEASIBLE_OVER`` budgets or more."""
-        budgets = map(self._task.budget_of, result.arrangement.devices)
-        peaks = (result.forecast.peak_bytes[home] for home in result.homes)
-        return any(peak >= FEASIBLE_OVER * budget for peak, budget in zip(peaks, budgets, strict=True))
+        return [peaks[home] > times * budget for home, budget in zip(result.homes, budgets, strict=True)]
 
     def cut(self, cuts: tuple[int, ...]) -> Cut:
         """The step cut before these forward operators."""

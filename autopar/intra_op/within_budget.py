@@ -33,7 +33,6 @@ EXACT_SQUEEZED_VARIABLES = 20_000
 HOPELESS = 1.5
 """A solution that holds so many budgets by the rows, which are a rough account, is over it by the exact one as well."""
 
-
 NEAR = 1.25
 """Where not even prices find a large program a plan of so many budgets, the one of fewest bytes is not looked for: it cares for
 nothing else, so it sends whole arrays, and was found to hold more by the exact account."""
