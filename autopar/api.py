@@ -27,7 +27,7 @@ from autopar.graph.wishes import LeafWish, LeafWishes, leaf_wishes, names_on
 from autopar.homes import devices_here, homes_of, pieced_home
 from autopar.inter_op.account import PipelineAccount, account_of
 from autopar.inter_op.assemble import Assembled, stages_of_leaves
-from autopar.inter_op.terms import BatchCoupling, MicrobatchRng
+from autopar.inter_op.terms import AccumulatorDtype, BatchCoupling, MicrobatchRng
 from autopar.intra_op.search import Found
 from autopar.intra_op.why import Question, Why, why
 from autopar.kept_plans import kept_plan
@@ -502,6 +502,7 @@ def parallelize(
     user_shardings: str | UserShardings = "respect",
     batch_coupling: str | BatchCoupling = "refuse",
     rng: str | MicrobatchRng = "exact",
+    accumulator_dtype: str | AccumulatorDtype = "float32",
     like: Parallelized | None = None,
     remat: str | Remat | None = None,
     offload: str | Offload | None = None,
@@ -548,6 +549,8 @@ def parallelize(function: Callable[..., Any] | None = None, /, **options: Any) -
       of its own: losses, gradients and statistics are then means of the microbatches', which are other numbers.
     * ``rng``: ``"exact"`` gives a microbatch its rows of the whole batch's random numbers; with ``"per_microbatch"`` it draws
       for itself, its number folded into the key of each draw.
+    * ``accumulator_dtype``: in what sums over microbatches (gradients above all) are kept where their own type is a narrower
+      float: ``"float32"``, or ``"same"``, their own type: half the memory, and each addition rounds.
     * ``user_shardings``: ``"respect"`` keeps shardings that stand in the function (``with_sharding_constraint``), on its
       arguments (``Partitioned`` boxes, NNX metadata) and of state that lies on several devices, on the mesh that they
       name; ``"ignore"`` plans as if there were none.

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.cluster import Cluster
 from autopar.errors import ClusterError, PlanError, TraceError
-from autopar.inter_op.terms import BatchCoupling, MicrobatchRng
+from autopar.inter_op.terms import AccumulatorDtype, BatchCoupling, MicrobatchRng
 from autopar.likeness import Likeness
 from autopar.methods import InterOp, method_of
 from autopar.plan import Offload, Remat, Schedule
@@ -56,6 +56,7 @@ _NAMED: Mapping[str, type[Enum]] = {
     "user_shardings": UserShardings,
     "batch_coupling": BatchCoupling,
     "rng": MicrobatchRng,
+    "accumulator_dtype": AccumulatorDtype,
 }
 _DEMANDS = (
     "method",

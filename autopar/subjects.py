@@ -28,7 +28,7 @@ from autopar.inter_op.looped import as_one_trip, with_open_branches
 from autopar.inter_op.opened import MAY_BE_CUT, Opened, opened, opened_roles
 from autopar.inter_op.remat import Rematerialising
 from autopar.inter_op.stacks import Rows, layer_loops, stacks_of
-from autopar.inter_op.terms import BatchCoupling, MicrobatchRng, Terms
+from autopar.inter_op.terms import AccumulatorDtype, BatchCoupling, MicrobatchRng, Terms
 from autopar.intra_op.search import Ground
 from autopar.likeness import Likeness
 from autopar.methods import Method
@@ -57,6 +57,7 @@ class Demands:
     """Of stages that are dealt round: how many come to each mesh; None: the planner's choice."""
     batch_coupling: BatchCoupling = BatchCoupling.REFUSE
     rng: MicrobatchRng = MicrobatchRng.EXACT
+    accumulator_dtype: AccumulatorDtype = AccumulatorDtype.FLOAT32
     like: Likeness | None = None
     """The step whose plan says where the state lies."""
     remat: Remat | None = None
@@ -74,7 +75,7 @@ class Demands:
 
     def terms(self, count: int) -> Terms:
         """A batch cut into ``count`` microbatches, on the terms that are demanded."""
-        return Terms(count, self.batch_coupling, self.rng)
+        return Terms(count, self.batch_coupling, self.rng, self.accumulator_dtype)
 
 
 @dataclass(frozen=True)
@@ -341,7 +342,7 @@ def _in_microbatches(subject: Subjected, terms: Terms, platform: str) -> tuple[T
         raise PlanError(f"num_microbatches={count} does not divide the batch of {size} examples")
     try:
         examples = examples_of(subject.graph, batch, subject.roles.leaves(Role.STATE), count, terms.rng)
-        return accumulated(subject.program, examples, batch), ""
+        return accumulated(subject.program, examples, batch, terms.accumulator), ""
     except CoupledBatchError as error:
         if terms.coupling is BatchCoupling.REFUSE or subject.retrace is None:
             raise

@@ -25,7 +25,8 @@ from autopar.collector import paused_collector
 from autopar.plan import Plan
 from autopar.planning import make_plan
 from autopar.subjects import Demands
-from benchmarks.suites.steps import gpt_flops, gpt_model, subject_of_model
+from benchmarks.models.gpt import model_of
+from benchmarks.suites.steps import gpt_flops, subject_of_model
 from examples.gpt.model import PRESETS
 
 HOST = "p5.48xlarge"
@@ -51,7 +52,7 @@ def main() -> None:
             console.print(f"  {time.process_time() - started:.0f} s: {text}")
 
     with paused_collector():
-        subject = subject_of_model(gpt_model(config, batch))
+        subject = subject_of_model(model_of("gpt-1T", config, batch))
         traced = time.process_time()
         plan = make_plan(subject, cluster, Demands(), report)[1]
     planned = time.process_time()

@@ -23,7 +23,7 @@ from autopar.compilers import Compiler
 from autopar.explain.verification import NO_AXES, Tolerances
 from benchmarks.models import build
 from benchmarks.models.base import Model
-from benchmarks.suites.steps import gpt_model
+from benchmarks.models.gpt import model_of
 from examples.gpt.model import PRESETS
 
 pytestmark = [
@@ -143,7 +143,7 @@ def test_narrow_floats_are_sent_as_they_are(method: str) -> None:
 def test_gradients_of_mixed_precision_are_reduced_once_for_all_microbatches(method: str) -> None:
     """Weights in float32, layers in bfloat16: sums are accumulated in float32, parameters gathered in bfloat16."""
     config = dataclasses.replace(PRESETS["125M"], dtype=jnp.bfloat16, layers=4)
-    model = gpt_model(config, 64)
+    model = model_of("gpt", config, 64)
     step = autopar.parallelize(
         model.train_step, method=method, num_microbatches=4, mesh_shape=(2, 4) if method == "auto" else None
     )

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from benchmarks.models import moe, wide_resnet
-from benchmarks.suites import steps
+from benchmarks.models import wide_resnet
+from benchmarks.suites import half_precision, steps
 from benchmarks.suites.machine import calibrated, cluster_of
 from benchmarks.suites.picture import picture
 from benchmarks.suites.pricing import Asked, grids, outcome
@@ -20,7 +20,7 @@ def test_flops_of_gpt_are_those_of_the_products() -> None:
     """All but the recomputation of the last product of each layer, which its gradient does not need."""
     config = dataclasses.replace(steps.gpt_config("350M"), hidden=64, layers=3, heads=4, sequence=32, vocab_size=96)
     batch = 4
-    counted = steps.product_flops(steps.subject_of_model(steps.gpt_model(config, batch)))
+    counted = steps.product_flops(steps.subject_of_model(half_precision.gpt(config, batch)))
     needless = 8 * batch * config.sequence * config.hidden**2 * config.layers
     assert counted == steps.gpt_flops(config, batch) - needless
 
@@ -31,7 +31,7 @@ def test_flops_of_moe_are_those_of_the_products() -> None:
     base = dataclasses.replace(config.base, hidden=64, layers=4, heads=4, sequence=32, vocab_size=96)
     config = dataclasses.replace(config, base=base, group_size=64)
     batch, tokens = 4, 4 * base.sequence
-    counted = steps.product_flops(steps.subject_of_model(moe.model_of("toy", config, batch)))
+    counted = steps.product_flops(steps.subject_of_model(half_precision.moe(config, batch)))
     dense = 2 * base.mlp_ratio * base.hidden**2
     combination = dispatch = 4 * base.hidden * config.group_size
     assert counted == steps.moe_flops(config, batch) - tokens * (dense + combination + dispatch) * base.layers / 2

@@ -30,18 +30,20 @@ from autopar import _compat
 from autopar.graph.build import BARRIER, LoopKind
 from autopar.graph.fingerprint import work
 from autopar.graph.inline import inline
-from autopar.graph.ir import Operator
+from autopar.graph.ir import Operator, Value
 from autopar.graph.tracing import TracedProgram
 from autopar.inter_op.examples import Examples, Level, cut_dim, part_of
-from autopar.inter_op.terms import MicrobatchRng, own_draw
+from autopar.inter_op.terms import AccumulatorDtype, MicrobatchRng, own_draw
 from autopar.plan import Axes
 from autopar.schedule.local_ops import run_local
 
-WIDE_ACCUMULATOR = jnp.float32
-"""Sums of floats narrower than this are accumulated in it, as a matrix product accumulates inside."""
 
-
-def accumulated(program: TracedProgram, examples: Examples, batch: Sequence[int]) -> TracedProgram:
+def accumulated(
+    program: TracedProgram,
+    examples: Examples,
+    batch: Sequence[int],
+    accumulator: AccumulatorDtype = AccumulatorDtype.FLOAT32,
+) -> TracedProgram:
     """The program that runs microbatch by microbatch; ``batch`` are the input positions of batch leaves.
 
     Its batch inputs have shape (N, B/N, …), all else is as in ``program``.
@@ -51,7 +53,7 @@ def accumulated(program: TracedProgram, examples: Examples, batch: Sequence[int]
     for position in batch:
         avals[position] = folded(avals[position], count)
     shapes = [_compat.shape_of(aval) for aval in avals]
-    flat = inline(jax.make_jaxpr(Rewriting(examples, frozenset(batch)).step)(*shapes))
+    flat = inline(jax.make_jaxpr(Rewriting(examples, frozenset(batch), accumulator).step)(*shapes))
     assert not _compat.consts_of(flat)  # constants of the first trace are inputs, and the rewriting makes none
     return replace(program, jaxpr=flat, in_avals=tuple(avals))
 
@@ -81,9 +83,10 @@ _Operand = Callable[[int, int | None], Any]
 class Rewriting:
     """Owns what does not change while the step is traced anew."""
 
-    def __init__(self, examples: Examples, batch: frozenset[int]) -> None:
+    def __init__(self, examples: Examples, batch: frozenset[int], accumulator: AccumulatorDtype) -> None:
         self._examples = examples
         self._batch = batch
+        self._accumulator = accumulator
 
     def step(self, *arguments: Any) -> list[Any]:
         """The flat results of the step; batch arguments have shape (N, B/N, …)."""
@@ -129,7 +132,7 @@ class Rewriting:
             }
             return added, {value: found[value] for value in parts.stacked}
 
-        start = {value: jnp.zeros(values[value].shape, accumulator_dtype(values[value].dtype)) for value in parts.sums}
+        start = {value: zeros_like(values[value], self._accumulator) for value in parts.sums}
         length = self._examples.mesh.size
         sums, stacked = lax.scan(one, start, (jnp.arange(length, dtype=jnp.int32), dict(rows)))
         return {value: total.astype(values[value].dtype) for value, total in sums.items()}, stacked
@@ -374,10 +377,12 @@ def operands_of(values: Sequence[int | None], atoms: Sequence[Any], known: Calla
     ]
 
 
-def accumulator_dtype(dtype: str) -> Any:
-    """The type in which values of a type are added up over microbatches."""
-    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < jnp.dtype(WIDE_ACCUMULATOR).itemsize
-    return WIDE_ACCUMULATOR if narrow else jnp.dtype(dtype)
+def zeros_like(value: Value, accumulator: AccumulatorDtype) -> jax.Array:
+    """What a value is added to, microbatch by microbatch; narrow floats in float32, as a product accumulates inside."""
+    dtype = jnp.dtype(value.dtype)
+    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < jnp.dtype(jnp.float32).itemsize
+    widened = narrow and accumulator is AccumulatorDtype.FLOAT32
+    return jnp.zeros(value.shape, jnp.float32 if widened else dtype)
 
 
 def unstacked(stacked: Any, dim: int) -> Any:

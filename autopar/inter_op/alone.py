@@ -29,7 +29,7 @@ from autopar.graph.build import build_graph
 from autopar.graph.inline import inline
 from autopar.graph.ir import Graph, Operator, Phase
 from autopar.graph.tracing import TracedProgram
-from autopar.inter_op.accumulate import Microbatch, Rewriting, accumulator_dtype, folded, operands_of, unstacked
+from autopar.inter_op.accumulate import Microbatch, Rewriting, folded, operands_of, unstacked, zeros_like
 from autopar.inter_op.examples import AXIS, CoupledBatchError, Examples, Level
 from autopar.inter_op.growth import Degree, degrees
 from autopar.inter_op.terms import DRAW, Terms
@@ -99,7 +99,9 @@ class _Rewriting:
         level = _level_of(twin.graph, twin.small_graph, terms)
         self._level = level
         self._parts = _Parts(twin, self._rows, frozenset((*level.draws, *level.bodies)))
-        self._runner = Rewriting(Examples(level, frozenset(), Mesh((AXIS,), (terms.count,))), frozenset(batch))
+        self._runner = Rewriting(
+            Examples(level, frozenset(), Mesh((AXIS,), (terms.count,))), frozenset(batch), terms.accumulator
+        )
         self._parts.check(twin, self._degrees)
 
     def step(self, *arguments: Any) -> list[Any]:
@@ -123,7 +125,7 @@ class _Rewriting:
             added = {value: sums[value] + found[value].astype(sums[value].dtype) for value in parts.summed}
             return added, {value: found[value] for value in parts.stacked}
 
-        start = {v: jnp.zeros(values[v].shape, accumulator_dtype(values[v].dtype)) for v in parts.summed}
+        start = {v: zeros_like(values[v], self._terms.accumulator) for v in parts.summed}
         sums, stacked = lax.scan(one, start, (jnp.arange(count, dtype=jnp.int32), dict(rows)))
         means = {v: total if self._degrees[v] == 1 else total / count for v, total in sums.items()}
         done = {v: mean.astype(values[v].dtype) for v, mean in means.items()}

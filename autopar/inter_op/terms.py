@@ -1,4 +1,4 @@
-"""What may be asked of a batch that is cut into microbatches: what becomes of coupled examples and of random numbers."""
+"""What may be asked of a batch that is cut into microbatches: of coupled examples, of random numbers and of the sums."""
 
 from __future__ import annotations
 
@@ -25,6 +25,13 @@ class MicrobatchRng(Enum):
     PER_MICROBATCH = "per_microbatch"
 
 
+class AccumulatorDtype(Enum):
+    """In what sums over microbatches are kept whose own type is a narrower float: the gradients of half precision."""
+
+    FLOAT32 = "float32"
+    SAME = "same"
+
+
 @dataclass(frozen=True)
 class Terms:
     """Into how many microbatches, and on which terms."""
@@ -32,13 +39,15 @@ class Terms:
     count: int
     coupling: BatchCoupling = BatchCoupling.REFUSE
     rng: MicrobatchRng = MicrobatchRng.EXACT
+    accumulator: AccumulatorDtype = AccumulatorDtype.FLOAT32
 
     @property
     def text(self) -> str:
         """What counts for the identity of a program that is cut so; nothing where its numbers stay those of the whole."""
-        if self.count == 1 or (self.coupling is BatchCoupling.REFUSE and self.rng is MicrobatchRng.EXACT):
+        if self.count == 1 or self == Terms(self.count):
             return ""
-        return f"coupling {self.coupling.value}, rng {self.rng.value}"
+        sums = "" if self.accumulator is AccumulatorDtype.FLOAT32 else f", sums {self.accumulator.value}"
+        return f"coupling {self.coupling.value}, rng {self.rng.value}{sums}"
 
 
 DRAW = "random_bits"

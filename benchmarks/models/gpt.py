@@ -41,16 +41,22 @@ GPT2_CONFIGS: Mapping[str, GPTConfig] = MappingProxyType(
 )
 
 
-def _build(name: str, config: GPTConfig, size: str, dtype: DTypeLike) -> Model:
-    config = dataclasses.replace(config, dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(dtype))
-    optimizer = OptimizerConfig(peak_learning_rate=1e-2 if size == Size.TOY else 1e-3, warmup_steps=5, total_steps=100)
+def model_of(name: str, config: GPTConfig, batch_size: int, learning_rate: float = 1e-3) -> Model:
+    """The model of a configuration."""
+    optimizer = OptimizerConfig(peak_learning_rate=learning_rate, warmup_steps=5, total_steps=100)
     return Model(
-        name=f"{name}-{size}",
+        name=name,
         make_state=lambda: create_state(jax.random.key(0), config, optimizer),
         train_step=train_step,
         make_batch=lambda batch_size: token_batch(batch_size, config.sequence, config.vocab_size),
-        batch_size=BATCH_SIZES.get(size, PUBLISHED_BATCH_SIZE),
+        batch_size=batch_size,
     )
+
+
+def _build(name: str, config: GPTConfig, size: str, dtype: DTypeLike) -> Model:
+    config = dataclasses.replace(config, dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(dtype))
+    batch_size = BATCH_SIZES.get(size, PUBLISHED_BATCH_SIZE)
+    return model_of(f"{name}-{size}", config, batch_size, 1e-2 if size == Size.TOY else 1e-3)
 
 
 def _family(name: str, configs: Mapping[str, GPTConfig], **changed: bool) -> Family:

@@ -12,11 +12,13 @@ import math
 from dataclasses import dataclass, replace
 
 from autopar.cluster import Cluster
+from autopar.inter_op.terms import AccumulatorDtype
 from autopar.methods import TensorParallel
 from autopar.planning import make_plan
 from autopar.subjects import Demands, Subjected
+from benchmarks.suites import half_precision
 from benchmarks.suites.published import CALIBRATION, MeasuredStep
-from benchmarks.suites.steps import gpt_config, gpt_model, subject_of_model
+from benchmarks.suites.steps import gpt_config, subject_of_model
 
 HOST = "p3.16xlarge"
 DEVICES_PER_HOST = 8
@@ -52,7 +54,7 @@ def calibrated(measured: MeasuredStep = CALIBRATION) -> Calibration:
 
     Seconds are a + b/speed, a for links; from the second guess on two points say what a is.
     """
-    subject = subject_of_model(gpt_model(gpt_config(measured.size), measured.batch_size))
+    subject = subject_of_model(half_precision.gpt(gpt_config(measured.size), measured.batch_size))
     tried = [(1.0, _simulated(subject, measured, 1.0))]
     speed = tried[0][1] / measured.seconds
     while len(tried) < MOST_GUESSES:
@@ -73,6 +75,7 @@ def _simulated(subject: Subjected, measured: MeasuredStep, speed: float) -> floa
         stages=measured.pipeline,
         num_microbatches=measured.num_microbatches,
         memory_per_device=math.inf,
+        accumulator_dtype=AccumulatorDtype.SAME,
     )
     _, plan, _ = make_plan(subject, cluster_of(measured.num_devices, speed), demands)
     return plan.step_seconds

@@ -137,7 +137,7 @@ def _on_meshes(found: PlanFound, free: StageDemandsOf) -> StageDemandsOf:
 
 def _inter_op(cell: Cell, step: Step, cluster: Cluster, report: Callable[[str], None]) -> Plan:
     """A stage on every device, in the microbatches that are fastest."""
-    return _best_of(cell, step, cluster, 1, Demands(method="inter_op"), report)
+    return _best_of(cell, step, cluster, 1, replace(step.free, method="inter_op"), report)
 
 
 def _megatron(cell: Cell, step: Step, cluster: Cluster, report: Callable[[str], None]) -> Plan:
@@ -145,7 +145,8 @@ def _megatron(cell: Cell, step: Step, cluster: Cluster, report: Callable[[str], 
     best: Plan | None = None
     refusal: PlanError | None = None
     for data, tensor, pipeline in grids(cluster.num_devices):
-        grid = Demands(
+        grid = replace(
+            step.free,
             method=DataParallel() if tensor == 1 else TensorParallel(tensor),
             mesh_shape=(data, tensor),
             stages=pipeline,
@@ -185,7 +186,7 @@ def _best_of(
             continue
         count = cell.batch_size // data // rows
         report(f"{asked.method} {asked.mesh_shape} in {asked.stages} stages, {count} microbatches")
-        demands = replace(asked, num_microbatches=count, batch_coupling=step.coupling)
+        demands = replace(asked, num_microbatches=count)
         try:
             plan = make_plan(step.subject, cluster, demands, lambda text: None)[1]
         except CoupledBatchError as error:  # experts are shared by more sequences than that

@@ -10,25 +10,24 @@ networks, E experts and groups of G tokens, a step of
 (half of the layers dense; in the others two experts for each token, the router, and dispatch and combination as products over the
 2·G places of a group).  Of Wide-ResNet, whose throughput the artifact computes by XLA's count, they are taken from the step.
 
-Precisions are the paper's: GPT and MoE in float16 with float32 master weights and AdamW, without loss scaling; Wide-ResNet in
-float32 with SGD.  Microbatches of Wide-ResNet are normalised each for itself, as there.
+Precisions are the paper's: GPT and MoE in float16 (:mod:`~benchmarks.suites.half_precision`), Wide-ResNet in float32 with SGD.
+Microbatches of Wide-ResNet are normalised each for itself, as there.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
-import jax
 import jax.numpy as jnp
 
 from autopar.cluster import Platform
 from autopar.graph.roles import Role, infer_roles
 from autopar.graph.tracing import flatten_call, retracer, trace
-from autopar.inter_op.terms import BatchCoupling
+from autopar.inter_op.terms import AccumulatorDtype, BatchCoupling
 from autopar.subjects import Demands, Subjected, subject_of
 from benchmarks.models import moe, wide_resnet
-from benchmarks.models.base import Model, token_batch
+from benchmarks.models.base import Model
+from benchmarks.suites import half_precision
 from benchmarks.suites.published import Cell, Suite
 from examples.gpt import model as gpt
 from examples.moe.model import MoEConfig
@@ -50,19 +49,24 @@ class Step:
     @property
     def free(self) -> Demands:
         """Nothing is asked of a plan but the terms of the suite."""
-        return Demands(batch_coupling=self.coupling)
+        return Demands(batch_coupling=self.coupling, accumulator_dtype=AccumulatorDtype.SAME)
+
+
+def _as_measured(config: gpt.GPTConfig) -> gpt.GPTConfig:
+    """Half precision, rematerialisation, embeddings apart."""
+    half = jnp.float16
+    return dataclasses.replace(config, dtype=half, param_dtype=half, remat=True, tie_embeddings=False)
 
 
 def gpt_config(size: str) -> gpt.GPTConfig:
-    """The model as it was measured: half precision, rematerialisation."""
-    return dataclasses.replace(gpt.PRESETS[size], dtype=jnp.float16, remat=True)
+    """The model as it was measured."""
+    return _as_measured(gpt.PRESETS[size])
 
 
 def moe_config(size: str) -> MoEConfig:
     """The model as it was measured."""
     config = moe.CONFIGS[size]
-    base = dataclasses.replace(config.base, dtype=jnp.float16, remat=True)
-    return dataclasses.replace(config, base=base, group_size=MOE_GROUP)
+    return dataclasses.replace(config, base=_as_measured(config.base), group_size=MOE_GROUP, random_routing=False)
 
 
 def resnet_config(size: str) -> wide_resnet.ResNetConfig:
@@ -94,17 +98,6 @@ def product_flops(subject: Subjected) -> float:
     return sum(operator.flops * trips for operator, trips in operators if operator.primitive in PRODUCTS)
 
 
-def gpt_model(config: gpt.GPTConfig, batch_size: int) -> Model:
-    """The example's GPT with its optimizer."""
-    return Model(
-        "gpt",
-        partial(gpt.create_state, jax.random.key(0), config, gpt.OptimizerConfig()),
-        gpt.train_step,
-        partial(token_batch, sequence=config.sequence, vocab_size=config.vocab_size),
-        batch_size,
-    )
-
-
 def subject_of_model(model: Model) -> Subjected:
     """The model's step, traced on shapes, for GPUs."""
     arguments = model.abstract_state(), model.abstract_batch()
@@ -121,10 +114,11 @@ def step_of(cell: Cell) -> Step:
     match cell.suite:
         case Suite.GPT:
             config = gpt_config(cell.size)
-            return Step(subject_of_model(gpt_model(config, cell.batch_size)), gpt_flops(config, cell.batch_size))
+            model = half_precision.gpt(config, cell.batch_size)
+            return Step(subject_of_model(model), gpt_flops(config, cell.batch_size))
         case Suite.MOE:
             sparse = moe_config(cell.size)
-            model = moe.model_of(f"moe-{cell.size}", sparse, cell.batch_size)
+            model = half_precision.moe(sparse, cell.batch_size)
             return Step(subject_of_model(model), moe_flops(sparse, cell.batch_size))
         case Suite.WIDE_RESNET:
             resnet = dataclasses.replace(resnet_config(cell.size), batch_size=cell.batch_size)
