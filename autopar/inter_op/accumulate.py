@@ -37,6 +37,8 @@ from autopar.inter_op.terms import AccumulatorDtype, MicrobatchRng, own_draw
 from autopar.plan import Axes
 from autopar.schedule.local_ops import run_local
 
+CAST = "convert_element_type"
+
 
 def accumulated(
     program: TracedProgram,
@@ -96,7 +98,7 @@ class Rewriting:
         rows = {value: whole[value] for value in (graph.inputs[position] for position in self._batch)}
         whole.update({value: row.reshape(-1, *row.shape[2:]) for value, row in rows.items()})
         whole.update(zip(graph.constants, _compat.consts_of(graph.jaxpr), strict=True))
-        parts = _Parts(level, self._examples.before)
+        parts = _Parts(level, self._examples.before, self._accumulator)
         self.run_whole(parts.before, whole, parts.behind)
         whole.update({value: whole[known] for value in parts.same if (known := parts.behind(value)) in whole})
         sums, stacked = self._loop(parts, whole, rows)
@@ -127,15 +129,13 @@ class Rewriting:
         ) -> tuple[dict[int, Any], dict[int, Any]]:
             number, row = given
             found = self.pieces(Microbatch(number, level), parts.inside, {**whole, **row})
-            added = {
-                value: accumulators[value] + found[value].astype(accumulators[value].dtype) for value in parts.sums
-            }
+            added = {value: total + found[value].astype(total.dtype) for value, total in accumulators.items()}
             return added, {value: found[value] for value in parts.stacked}
 
-        start = {value: zeros_like(values[value], self._accumulator) for value in parts.sums}
+        start = {value: zeros_like(values[value], self._accumulator) for value in parts.sums.values()}
         length = self._examples.mesh.size
         sums, stacked = lax.scan(one, start, (jnp.arange(length, dtype=jnp.int32), dict(rows)))
-        return {value: total.astype(values[value].dtype) for value, total in sums.items()}, stacked
+        return {value: sums[added].astype(values[value].dtype) for value, added in parts.sums.items()}, stacked
 
     def pieces(
         self, one: Microbatch, operators: Sequence[Operator | tuple[int, int]], known: dict[int, Any]
@@ -285,7 +285,7 @@ class Rewriting:
 class _Parts:
     """Which operators of the top level run before the loop, in it, and after it, and what passes between them."""
 
-    def __init__(self, level: Level, early: frozenset[int]) -> None:
+    def __init__(self, level: Level, early: frozenset[int], accumulator: AccumulatorDtype) -> None:
         graph = level.graph
         inside = [o for o in graph.operators if o.id not in early and o.id in level.strategies]
         self.inside = _with_regrown(level, inside)
@@ -312,7 +312,13 @@ class _Parts:
         read_after = {v for o in self.after for v in o.operands if v is not None}
         read_after |= {v for v in graph.outputs if v is not None}
         made_inside = [r for o in inside for r in o.results if r in read_after]
-        self.sums = [v for v in made_inside if level.forms[v].partial]
+        makers = {result: operator for operator in inside for result in operator.results}
+        self.sums = {
+            value: _added_for(value, makers, graph.values, accumulator)
+            for value in made_inside
+            if level.forms[value].partial
+        }
+        """What is added up for each sum that is read after the loop."""
         self.stacked = [v for v in made_inside if cut_dim(level.forms[v]) is not None]
 
     def behind(self, value: int) -> int:
@@ -337,6 +343,20 @@ class _Parts:
             if is_again:
                 again.update(operator.results)
         return left
+
+
+def _added_for(
+    value: int, makers: Mapping[int, Operator], values: Mapping[int, Value], accumulator: AccumulatorDtype
+) -> int:
+    """The value that a sum is a cast of, if its total is as good: one total then serves all who read it, in any type."""
+    wanted = added_dtype(values[value].dtype, accumulator)
+    while (maker := makers.get(value)) is not None and maker.primitive == CAST and maker.operands[0] is not None:
+        before, after = values[maker.operands[0]].dtype, values[value].dtype
+        widens = jnp.promote_types(before, after) == after and jnp.issubdtype(before, jnp.floating)
+        if not widens or (accumulator is AccumulatorDtype.FLOAT32 and added_dtype(before, accumulator) != wanted):
+            break
+        value = maker.operands[0]
+    return value
 
 
 def _with_regrown(level: Level, operators: Sequence[Operator]) -> list[Operator | tuple[int, int]]:
@@ -378,11 +398,14 @@ def operands_of(values: Sequence[int | None], atoms: Sequence[Any], known: Calla
 
 
 def zeros_like(value: Value, accumulator: AccumulatorDtype) -> jax.Array:
-    """What a value is added to, microbatch by microbatch; narrow floats in float32, as a product accumulates inside."""
-    dtype = jnp.dtype(value.dtype)
-    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < jnp.dtype(jnp.float32).itemsize
-    widened = narrow and accumulator is AccumulatorDtype.FLOAT32
-    return jnp.zeros(value.shape, jnp.float32 if widened else dtype)
+    """What a value is added to, microbatch by microbatch."""
+    return jnp.zeros(value.shape, added_dtype(value.dtype, accumulator))
+
+
+def added_dtype(dtype: str, accumulator: AccumulatorDtype) -> Any:
+    """The type in which values of a type are added up: narrow floats in float32, as a product accumulates inside."""
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < jnp.dtype(jnp.float32).itemsize
+    return jnp.dtype(jnp.float32 if narrow and accumulator is AccumulatorDtype.FLOAT32 else dtype)
 
 
 def unstacked(stacked: Any, dim: int) -> Any:

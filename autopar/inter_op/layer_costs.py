@@ -104,12 +104,17 @@ def layer_map(loop: Looped, layers: Cut) -> LayerMap:
             layer = layer_of_variable.get(operator.equation.outvars[0], 0) if operator.equation.outvars else 0
             layer_of_operator[operator.id] = layer
             layer_of_value.update(dict.fromkeys(operator.results, layer))
+            if operator is loop.loop:
+                continue  # it spans all layers
             for operand in operator.operands:  # an input belongs to the first layer that reads it
                 if operand is not None:
                     layer_of_value.setdefault(operand, layer)
-            for inner in _inner(operator.bodies) if operator is not loop.loop else ():
+            for inner in _inner(operator.bodies):
                 layer_of_operator[inner.id] = layer
                 layer_of_value.update(dict.fromkeys(inner.results, layer))
+    for outside, value in zip(loop.loop.operands, loop.body.inputs, strict=True):
+        if outside is not None and value in layer_of_value:
+            layer_of_value.setdefault(outside, layer_of_value[value])
     crossing = np.zeros(num_layers + 1)
     for one in layers.crossings:
         low, high = sorted((one.source, one.target))
