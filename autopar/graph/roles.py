@@ -138,13 +138,13 @@ class _Node:
 
 
 def _nodes(keys: Sequence[Keys], avals: Sequence[Any], positions: Iterable[int]) -> list[_Node]:
-    """Every subtree over the leaves ``positions``, largest first, shallower first, then in order of appearance."""
+    """Every subtree over the leaves ``positions``, all of them too, largest first, shallower first, then in order."""
     below: dict[Keys, list[int]] = defaultdict(list)
     kinds: dict[int, tuple[tuple[int, ...], str]] = {}
     for position in positions:
         path = keys[position]
         kinds[position] = (tuple(avals[position].shape), _compat.dtype_name(avals[position].dtype))
-        for depth in range(1, len(path) + 1):
+        for depth in range(len(path) + 1):
             below[path[:depth]].append(position)
     nodes = []
     for prefix, leaves in below.items():
@@ -163,7 +163,7 @@ def _match_state(
         results[node.signature].append(node)
     groups: dict[Any, list[_Node]] = defaultdict(list)
     for node in _nodes(program.in_keys, program.in_avals, candidates):
-        if node.signature in results:
+        if node.keys and node.signature in results:  # all arguments together are none
             groups[node.signature].append(node)
 
     matched: list[tuple[_Node, _Node]] = []
@@ -200,8 +200,8 @@ class _Evidence:
         """Whether ``after`` may be the next value of ``before``.
 
         A lone array must lead to its next value through operations that keep its shape; a scalar that is only passed
-        through is a setting, and a lone key is a key. Most of a larger subtree must lead there without a contraction
-        (a gradient is made of contractions), unless the result owes it nothing at all, as in a reset.
+        through is a setting, and a lone key is a key. To most of a larger result some leaf must lead without a contraction
+        (a gradient is made of contractions), unless the result owes the subtree nothing at all, as in a reset.
         """
         if before.keys[0] in self._said:
             return True
@@ -210,15 +210,17 @@ class _Evidence:
             ((i, o),) = pairs
             passed = not self._program.in_avals[i].shape and self._jaxpr.outvars[o] is self._jaxpr.invars[i]
             return i not in self._keys and not passed and bool(self._same_shape[o] >> i & 1)
-        linked = sum(self._no_contraction[o] >> i & 1 for i, o in pairs)
+        own = sum(
+            1 << i for i in before.leaves
+        )  # parameters in half precision are made of their masters, leaves beside them
+        linked = sum(bool(self._no_contraction[o] & own) for _, o in pairs)
         if 2 * linked > len(pairs):
             return True
-        own = sum(1 << i for i in before.leaves)
         return not any(self._any[o] & own for o in after.leaves)
 
     def strength(self, before: _Node, after: _Node) -> tuple[bool, int, int]:
         """Order of preference among several: the same last name, more leaves updated in place, the earlier."""
-        same_name = before.keys[-1].strip("[]'.\"") == after.keys[-1].strip("[]'.\"")
+        same_name = bool(after.keys) and before.keys[-1].strip("[]'.\"") == after.keys[-1].strip("[]'.\"")
         in_place = sum(self._same_shape[o] >> i & 1 for i, o in zip(before.leaves, after.leaves, strict=True))
         return same_name, in_place, -min(after.leaves)
 

@@ -63,7 +63,7 @@ def _model(
             return cross_entropy(network.apply({"params": params}, batch["tokens"]), batch["targets"])
 
         loss, gradients = jax.value_and_grad(loss_fn)(state.params)
-        updates, kept = optimizer.update(gradients, state.optimizer_state, state.masters)
+        updates, kept = optimizer.update(optax.tree.cast(gradients, jnp.float32), state.optimizer_state, state.masters)
         masters = optax.apply_updates(state.masters, updates)
         return HalfState(optax.tree.cast(masters, jnp.float16), masters, kept), {"loss": loss}
 
