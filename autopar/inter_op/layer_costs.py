@@ -202,10 +202,15 @@ def _bytes_by_layer(loop: Looped, layers: LayerMap, stage: Stage) -> tuple[np.nd
     for position, value in enumerate(loop.graph.inputs):
         if position not in loop.batch:
             state[layers.owners.get(position, layers.layer_of_value.get(value, 0))] += device_bytes(value)
-    _, carries = _compat.scan_arity(loop.loop.equation.params)
+    consts, carries = _compat.scan_arity(loop.loop.equation.params)
     for total in loop.body.outputs[:carries]:
         if total is not None:
             state[layers.layer_of_value[total]] += device_bytes(total)
     for value, layer in layers.residuals.items():
         residual[layer] += device_bytes(value)
+    for outside, value in zip(loop.loop.operands, loop.body.inputs[:consts], strict=False):
+        if outside is not None and value in layers.layer_of_value:
+            there, used = (stage.home(one, len(values[one].shape)) for one in (outside, value))
+            if used != there:  # gathered before the loop, and kept throughout
+                state[layers.layer_of_value[value]] += values[value].size_bytes / shares(used, stage.mesh)
     return state, residual

@@ -52,6 +52,12 @@ class Looped:
         return self.body.trips
 
 
+def constants_of(loop: Operator) -> frozenset[int]:
+    """What a loop over microbatches reads whole in every trip, parameters above all, as values of its body."""
+    consts, _ = _compat.scan_arity(loop.equation.params)
+    return frozenset(loop.bodies[0].inputs[:consts])
+
+
 def looped(graph: Graph, batch: Sequence[int], count: int) -> Looped:
     """The loop over ``count`` microbatches in the graph of a step; ``batch`` are the input positions of batch leaves.
 

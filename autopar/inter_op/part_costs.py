@@ -22,12 +22,16 @@ from collections.abc import Iterable
 
 from autopar.cluster import Cluster
 from autopar.inter_op.layer_costs import LayerCosts, LayerMap, layer_costs
+from autopar.inter_op.looped import constants_of
 from autopar.inter_op.stages import FIRST_PRICE_SHARE, MAX_AXES, PRICE_STEP, RISES, PipelineTask
 from autopar.intra_op.priced import Prices
 from autopar.intra_op.restrict import Restriction
 from autopar.intra_op.search import Task
 
 FAR = 1.1
+
+FILLED_SHARE = 0.8
+"""So much of the budget is for what the layers hold; the rest for microbatches in flight, scratch, and uneven stages."""
 
 
 def costs_of_parts(task: PipelineTask, layers: LayerMap, parts: Iterable[Cluster]) -> dict[Cluster, LayerCosts]:
@@ -52,15 +56,15 @@ def costs_of_parts(task: PipelineTask, layers: LayerMap, parts: Iterable[Cluster
 def _costs_on(part: Cluster, task: PipelineTask, layers: LayerMap, prices: Prices) -> tuple[float, LayerCosts, bool]:
     """Seconds of the whole step, its costs by layer, and whether it fits in proportion."""
     size = part.num_devices
-    budget_bytes = task.budget_bytes * task.cluster.num_devices / size
-    price, before, rises = 0.0, math.inf, 0
+    budget_bytes = FILLED_SHARE * task.budget_bytes * task.cluster.num_devices / size
+    price, rises = 0.0, 0
     while True:
         priced = prices.cheapest(price)
         costs = layer_costs(task.loop, layers, priced, part)
         held = float(costs.state_bytes.sum() + costs.residual_bytes.sum())
-        if held <= budget_bytes or size == 1 or held >= 0.99 * before or rises == RISES - 1:
+        if held <= budget_bytes or size == 1 or rises == RISES - 1:
             return priced.seconds, costs, held <= budget_bytes
-        price, before = PRICE_STEP * price or FIRST_PRICE_SHARE * priced.seconds / budget_bytes, held
+        price = PRICE_STEP * price or FIRST_PRICE_SHARE * priced.seconds / budget_bytes
         rises += 1
 
 
@@ -79,6 +83,7 @@ def whole_on(task: PipelineTask, cluster: Cluster) -> Prices:
             solver_seconds=task.solver_seconds,
             report_progress=task.report_progress,
             worth_share=task.worth_share,
+            made_again=constants_of(task.loop.loop),
         ),
         None if task.ground is None else task.ground(),
     )

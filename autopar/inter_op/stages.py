@@ -26,7 +26,7 @@ from autopar.graph.ir import Graph
 from autopar.graph.rules import Rulebook
 from autopar.inter_op.assemble import Assembled, assemble
 from autopar.inter_op.cut import cut
-from autopar.inter_op.looped import Looped
+from autopar.inter_op.looped import Looped, constants_of
 from autopar.intra_op.priced import PricedStage, Prices
 from autopar.intra_op.restrict import Restriction
 from autopar.intra_op.search import LARGE_CLASSES, LARGE_OPERATORS, WORTH_SHARE, Ground, Task
@@ -381,6 +381,7 @@ class StagePlanner:
                 report_progress=task.report_progress,
                 worth_share=task.worth_share,
                 separate=asked.separate,
+                made_again=constants_of(graph.operators[program.loop]),
             )
         )
         return self._prices[key]

@@ -42,8 +42,12 @@ def memory_rows(
     choices: Choices,
     moments: Sequence[Mapping[int, float]],
     budget_bytes: float,
+    made_again: frozenset[int] = frozenset(),
 ) -> list[MemoryRow]:
-    """A row for each moment, of which the whole bytes of every live value are given; copies only where they differ."""
+    """A row for each moment, of which the whole bytes of every live value are given; copies only where they differ.
+
+    Those of ``made_again`` are not counted: they last no longer than what reads them.
+    """
     fractions = [shares_held(problem, quotient, choices, number) for number in range(len(quotient.members))]
     copied = {pair: _copy_bytes(choices, *pair) for pair in _copy_pairs(problem, quotient)}
     rows = []
@@ -55,7 +59,7 @@ def memory_rows(
                 continue
             home = quotient.class_of[index]
             homes[home] += whole_bytes
-            if (copy_index := problem.copy_of_value.get(value)) is not None:
+            if (copy_index := problem.copy_of_value.get(value)) is not None and value not in made_again:
                 copies[home, quotient.class_of[copy_index]] += whole_bytes
         nodes = {home: whole_bytes * fractions[home] for home, whole_bytes in homes.items()}
         edges: dict[Pair, np.ndarray] = {}

@@ -106,6 +106,8 @@ class Task:
     """Values that lie for themselves (see :func:`autopar.intra_op.problem.state_problem`)."""
     hosted: tuple[int, ...] = ()
     """Positions of inputs that lie in the memory of the host between steps."""
+    made_again: frozenset[int] = frozenset()
+    """Values whose copies are made wherever they are needed, so that they take no room in between."""
 
     @property
     def hosted_ends(self) -> Hosted:
@@ -480,7 +482,8 @@ class OnMesh:
 
     def rows_of(self, moments: Sequence[Mapping[int, float]]) -> list[MemoryRow]:
         """The same for moments of which the whole bytes of every live value are given."""
-        return memory_rows(self.problem, self.quotient, self.choices, moments, self.task.budget_bytes)
+        task = self.task
+        return memory_rows(self.problem, self.quotient, self.choices, moments, task.budget_bytes, task.made_again)
 
     def lay_out(self, solution: Solution) -> LaidOut:
         """Lower a solution and predict its memory."""

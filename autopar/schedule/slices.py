@@ -8,6 +8,8 @@ Where a schedule splits the backward pass, its steps that lead to what other sta
 end in accumulators, are WEIGHT.  A step is not taken apart: a loop over layers makes the gradients of its input and of its
 weights together.  A stage of which nothing that costs much would be left for WEIGHT is not split.
 
+Large parameters that the forward pass gathers for a microbatch are gathered again by its backward pass, and not kept till then.
+
 An array that one executable leaves for another has a *place*: made once in a step, once per microbatch, or an accumulator,
 which one executable takes and gives back increased, microbatch after microbatch.  A partial sum may cross from executable to
 executable of its stage as it is, each device keeping its summand.
@@ -15,7 +17,7 @@ executable of its stage as it is, each device keeping its summand.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -24,8 +26,11 @@ from autopar import _compat
 from autopar.graph.build import LoopKind
 from autopar.graph.ir import Operator
 from autopar.schedule.instructions import Part
-from autopar.schedule.spmd import Buffer, Reshard, Run, SpmdProgram, Step
+from autopar.schedule.spmd import Buffer, Reshard, Run, SpmdProgram, Step, local_bytes
 from autopar.schedule.stage_program import Passing, StageProgram
+
+MADE_AGAIN_BYTES = 1 << 20
+"""From so many bytes on a device on, what a parameter is moved to for the forward pass is not kept for the backward pass."""
 
 
 class Scope(Enum):
@@ -141,7 +146,7 @@ class _Slicing:
         wanted |= {buffer for buffer in self._run.operands[: self._consts] if buffer is not None}
         executables = [self._before(before, wanted)]
         leaving = {buffer for buffer in self._body.outputs if buffer is not None}
-        executables.append(self._executable(Part.FORWARD, 0, forward, leaving | _reads(backward)))
+        executables.append(self._executable(Part.FORWARD, 0, forward, leaving | (_reads(backward) - _made(backward))))
         sent = {place.buffer for place in micro_outputs.values()}
         backward, weight = self._split(backward, sent) if self._splits_backward else (backward, ())
         executables.append(self._executable(Part.BACKWARD, 0, backward, leaving | _reads(weight)))
@@ -225,7 +230,27 @@ class _Slicing:
         for step in rest:  # what brings a result of the forward pass to its end
             is_forward = isinstance(step, Reshard) and step.cause is None and step.source in known
             (forward if is_forward else backward).append(step)
-        return tuple(forward), tuple(backward)
+        return tuple(forward), tuple(self._with_moves_again(forward, backward))
+
+    def _with_moves_again(self, forward: Sequence[Step], backward: Sequence[Step]) -> Iterator[Step]:
+        """The backward pass with the moves of large parameters that the forward pass made as well, each where it is needed.
+
+        Kept from one pass to the other, a parameter that was gathered would lie there once for every microbatch in flight.
+        """
+        there, again = set(self._body.inputs[: self._consts]), dict[Buffer, Reshard]()
+        for step in forward:
+            if isinstance(step, Reshard) and step.source in there:
+                there.add(step.target)
+                if local_bytes(self._body, step.target) >= MADE_AGAIN_BYTES:
+                    again[step.target] = step
+        for step in backward:
+            moves: list[Step] = []
+            for buffer in _in_order(step):
+                while (move := again.pop(buffer, None)) is not None:
+                    moves.append(move)
+                    buffer = move.source
+            yield from moves[::-1]
+            yield step
 
     def _split(self, backward: tuple[Step, ...], sent: set[Buffer]) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
         """The steps of a backward pass that lead to what is sent (or call the host), and the others, if these cost anything."""

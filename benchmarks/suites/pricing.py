@@ -6,6 +6,7 @@ import enum
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from autopar.cluster import Cluster
 from autopar.collector import paused_collector
@@ -37,6 +38,7 @@ class Asked(enum.StrEnum):
     INTRA_OP = "intra_op"  # one mesh
     INTER_OP = "inter_op"  # a stage on every device
     MEGATRON = "megatron"  # the best of all grids of data, tensor and pipeline parallelism
+    PP_DP = "pp_dp"  # the best of all grids of data and pipeline parallelism
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Outcome:
             Asked.INTRA_OP: measured.intra_only,
             Asked.INTER_OP: measured.inter_only,
             Asked.MEGATRON: measured.rival,
+            Asked.PP_DP: measured.rival,
         }
         return by_kind.get(self.asked, measured.alpa)
 
@@ -140,11 +143,11 @@ def _inter_op(cell: Cell, step: Step, cluster: Cluster, report: Callable[[str], 
     return _best_of(cell, step, cluster, 1, replace(step.free, method="inter_op"), report)
 
 
-def _megatron(cell: Cell, step: Step, cluster: Cluster, report: Callable[[str], None]) -> Plan:
+def _best_grid(most_tensor: int, cell: Cell, step: Step, cluster: Cluster, report: Callable[[str], None]) -> Plan:
     """The fastest of all grids that fit."""
     best: Plan | None = None
     refusal: PlanError | None = None
-    for data, tensor, pipeline in grids(cluster.num_devices):
+    for data, tensor, pipeline in grids(cluster.num_devices, most_tensor):
         grid = replace(
             step.free,
             method=DataParallel() if tensor == 1 else TensorParallel(tensor),
@@ -164,10 +167,10 @@ def _megatron(cell: Cell, step: Step, cluster: Cluster, report: Callable[[str], 
     return best
 
 
-def grids(num_devices: int) -> Iterator[tuple[int, int, int]]:
-    """(data, tensor, pipeline) by powers of two, tensor within a host."""
+def grids(num_devices: int, most_tensor: int) -> Iterator[tuple[int, int, int]]:
+    """(data, tensor, pipeline) by powers of two."""
     tensor = 1
-    while tensor <= min(num_devices, MOST_TENSOR):
+    while tensor <= min(num_devices, most_tensor):
         pipeline = 1
         while tensor * pipeline <= num_devices:
             yield num_devices // tensor // pipeline, tensor, pipeline
@@ -208,5 +211,6 @@ _PLANNERS: dict[Asked, Callable[[Cell, Step, Cluster, Callable[[str], None]], Pl
     Asked.PUBLISHED: _published,
     Asked.INTRA_OP: _intra_op,
     Asked.INTER_OP: _inter_op,
-    Asked.MEGATRON: _megatron,
+    Asked.MEGATRON: partial(_best_grid, MOST_TENSOR),
+    Asked.PP_DP: partial(_best_grid, 1),
 }
