@@ -3,41 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 
 import pytest
 
+from autopar.cluster import Cluster
+from autopar.graph.ir import Graph
 from autopar.inter_op.looped import constants_of
-from autopar.plan import Layout
+from autopar.inter_op.stages import Arrangement, StageDemands, StagePlanner, even_devices
+from autopar.intra_op.restrict import Restriction
+from autopar.methods import mesh_of
+from autopar.plan import Layout, Schedule
 from autopar.schedule.instructions import Part
 from autopar.schedule.pipeline import lower_stage
 from autopar.schedule.slices import MADE_AGAIN_BYTES, Executable, Scope, Slices
 from autopar.schedule.spmd import Buffer, Reshard, Step
-from tests.toy_pipelines import toy_step, two_stages
+from autopar.schedule.stage_program import StageProgram
+from tests.toy_pipelines import even_cuts, toy_step
+from tests.toy_runs import eight_slow_devices
+
+
+def matrices_of(program: StageProgram, graph: Graph) -> dict[int, int | None]:
+    """The large matrices that the loop of a stage reads, as values of its body, and the values outside that they are."""
+    loop = graph.operators[program.loop]
+    body = loop.bodies[0]
+    return {
+        inside: outside
+        for outside, inside in zip(loop.operands, body.inputs, strict=True)
+        if inside in constants_of(loop)
+        and len(body.values[inside].shape) == 2
+        and body.values[inside].size_bytes >= MADE_AGAIN_BYTES
+    }
+
+
+def resting_in_pieces(program: StageProgram, graph: Graph, cluster: Cluster) -> StageDemands:
+    """Large matrices rest in pieces, and each microbatch gathers them; all else is whole on every device."""
+    pieces, whole = Layout((("data",), ())), Layout(((), ()))
+    matrices = matrices_of(program, graph)
+    there = {value: pieces for pair in matrices.items() for value in pair if value is not None}
+    reach = {"data": dict.fromkeys(there, frozenset({0}))}
+    restriction = Restriction(pinned=there, pinned_copies=dict.fromkeys(matrices, whole), reach=reach)
+    return StageDemands((mesh_of((cluster.num_devices,), cluster),), lambda mesh: restriction, may_rename_axes=False)
 
 
 @cache
 def gathering_stage(*, splits_backward: bool = False) -> tuple[Slices, frozenset[int]]:
-    """The first stage of a GPT whose large matrices rest in pieces and are gathered by each microbatch; with their values."""
-    lowering = two_stages(toy_step("gpt", 4, "bench")).costs[0].lowering
-    graph, stage = lowering.graph, lowering.stage
-    loop = graph.operators[lowering.program.loop]
-    body, axis = loop.bodies[0], stage.mesh.axis_names[0]
-    homes, copies, large = dict(stage.homes), dict(stage.copies), set()
-    for outside, inside in zip(loop.operands, body.inputs, strict=True):
-        array = body.values[inside]
-        is_matrix = len(array.shape) == 2 and array.size_bytes >= MADE_AGAIN_BYTES
-        if outside is None or inside not in constants_of(loop) or not is_matrix:
-            continue
-        homes[outside] = homes[inside] = Layout(((axis,), ()))
-        copies[inside] = Layout(((), ()))
-        copies.pop(outside, None)
-        large.add(inside)
-    assert large
-    gathering = replace(stage, homes=homes, copies=copies)
-    lowered = lower_stage(lowering.program, graph, gathering, splits_backward=splits_backward)
-    return lowered.slices, frozenset(large)
+    """The first stage of a GPT whose large matrices are gathered by each microbatch, with their values in the loop."""
+    step, cluster = toy_step("gpt", 4, "bench"), eight_slow_devices()
+    arrangement = Arrangement(even_cuts(step, 2), even_devices(cluster, 2), Schedule.ONE_F_ONE_B)
+    found = StagePlanner(step.task(cluster, demands=resting_in_pieces)).plan(arrangement)
+    planned = found.costs[0].lowering
+    lowered = lower_stage(planned.program, planned.graph, planned.stage, splits_backward=splits_backward)
+    matrices = frozenset(matrices_of(planned.program, planned.graph))
+    assert matrices
+    return lowered.slices, matrices
 
 
 def written(step: Step) -> Sequence[Buffer]:
