@@ -47,13 +47,6 @@ MESHES = {8: None, 64: (8, 8)}
 """Meshes for the planner to choose on: all for 8 devices, hosts × devices of a host for 64, which saves planning time."""
 
 PRODUCT = tuple((name, method, count) for name in MODELS for method in METHODS for count in DEVICES)
-GAPS = {
-    (
-        "moe",
-        "data_parallel",
-        64,
-    ): "XLA adds the two gradients of the embedding and scatters the sum: once where we do twice"
-}
 
 
 @functools.cache
@@ -92,11 +85,7 @@ def check(found: autopar.Verification) -> None:
     assert LOWEST <= off_by(found) <= HIGHEST, str(found)
 
 
-def marked(case: tuple[str, str, int]) -> object:
-    return pytest.param(*case, marks=pytest.mark.xfail(reason=GAPS[case], strict=True) if case in GAPS else ())
-
-
-@pytest.mark.parametrize(("name", "method", "count"), [marked(case) for case in PRODUCT])
+@pytest.mark.parametrize(("name", "method", "count"), PRODUCT)
 def test_a_plan_is_what_the_compiler_of_h100s_makes_of_it(name: str, method: str, count: int) -> None:
     check(verified(name, method, count))
 
