@@ -416,7 +416,10 @@ class Parallelized:
                 remote = step_on_ray(program, subject.program, donated, cluster, progress.say, numbers)
                 return Compiled(subject, plan, program, remote)
             target = target or Target(devices_here(cluster, plan.devices_of(0)))
-            executor = Executor(program, subject.program.in_avals, donated, target.devices, target.options)
+            foretold_bytes = plan.prediction.memory.total_bytes
+            executor = Executor(
+                program, subject.program.in_avals, donated, target.devices, target.options, foretold_bytes
+            )
         return Compiled(subject, plan, program, executor)
 
     def _planned_or_in_use(

@@ -68,7 +68,7 @@ from autopar.plan import Plan
 from autopar.remat_search import Alike, Planned, Planners, with_remat
 from autopar.schedule.spmd import output_layouts
 from autopar.subjects import Demands, Rewritings, Subjected
-from autopar.user_shardings import UserDemands, UserShardings, user_demands, with_wishes
+from autopar.user_shardings import UserDemands, UserShardings, check_undivided, user_demands, with_wishes
 
 
 def demands_of_user(subject: Subjected, cluster: Cluster, demands: Demands) -> UserDemands:
@@ -374,6 +374,8 @@ class _Planner:
                 )
         user = demands_of_user(subject, cluster, demands)
         meshes = meshes_of_user(meshes, user, method)
+        whole = subject.undivided
+        user_of_whole = None if whole is None else demands_of_user(whole, cluster, demands)
         state = subject.roles.leaves(Role.STATE)
         examples_dim = 0 if subject.num_microbatches == 1 else 1
         view = Subject(subject.graph, state, subject.roles.leaves(Role.BATCH), examples_dim)
@@ -386,6 +388,8 @@ class _Planner:
         positions = {value: position for position, value in enumerate(subject.graph.inputs)}
 
         def restriction(mesh: Mesh) -> Restriction:
+            if whole is not None and user_of_whole is not None:
+                check_undivided(user_of_whole, whole.graph, mesh)
             allowed = with_constraints(method.restriction(view, mesh), named, constraints, mesh)
             if there is not None:
                 allowed = there.kept(allowed, subject.graph, positions, mesh)

@@ -258,6 +258,19 @@ def with_wishes(restriction: Restriction, demands: UserDemands, graph: Graph, me
     return replace(restriction, limited=limited, names=names)
 
 
+def check_undivided(demands: UserDemands, graph: Graph, mesh: Mesh) -> None:
+    """Hold what stands in the code against a step before its batch was cut into microbatches.
+
+    In the loop dimensions that no longer divide are free; what could not be met before must not pass for one of them.
+    Raises :class:`~autopar.errors.PlanError` for a wish that no layout on this mesh can meet.
+    """
+    shapes = {value.id: value.shape for value in graph.all_values()}
+    for wish in demands.wishes:
+        shape = shapes[wish.value]
+        if wish.origin is Origin.CODE and shape and 0 not in shape:
+            layouts_for(wish, shape, mesh)
+
+
 def layouts_for(wish: Wish, shape: tuple[int, ...], mesh: Mesh) -> frozenset[Layout]:
     """The layouts of an array of this shape that a wish leaves; axes that the mesh does not have are of size 1.
 

@@ -23,6 +23,7 @@ from autopar.cluster import Mesh
 from autopar.cost_model.arrays import Arrays, arrays_of
 from autopar.cost_model.buffers import kernels_of
 from autopar.cost_model.hlo import memory_bytes
+from autopar.cost_model.library import FEWEST_ELEMENTS
 from autopar.cost_model.memory import PACKED_BUFFERS, Span, packed_bytes, predict_memory
 from autopar.cost_model.tenants import trees
 from autopar.graph.build import build_graph
@@ -189,6 +190,25 @@ def clipped(x: jax.Array, w: jax.Array) -> Any:
 )
 def test_one_effect(function: Any) -> None:
     memory, actual = whole_on_each_device(function, (1024, 512), (512, 512))
+    check(memory, actual)
+
+
+def normalised(x: jax.Array, w: jax.Array) -> Any:
+    """What a norm multiplies with is cheap, and kept for the backward pass where a library's kernel reads it."""
+
+    def loss(x: jax.Array, scales: jax.Array) -> jax.Array:
+        y = x
+        for k in range(6):
+            scale = lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + 1e-6) * scales[k]
+            y = y + jnp.tanh((y * scale) @ w)
+        return (y * y).sum()
+
+    return jax.grad(loss, (0, 1))(x, w[:8])
+
+
+@pytest.mark.parametrize("rows", [1024, FEWEST_ELEMENTS, 8192])
+def test_a_library_is_handed_all_that_it_reads(rows: int) -> None:
+    memory, actual = whole_on_each_device(normalised, (rows, 128), (128, 128))
     check(memory, actual)
 
 

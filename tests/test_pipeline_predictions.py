@@ -51,20 +51,21 @@ VERIFY = tuple(
     if (name, size, count) not in ALWAYS
 )
 GAPS: dict[tuple[str, str, int], set[tuple[int, str, int]]] = {
-    # Norms: squares of arrays of few kilobytes are kept for the reductions, of larger ones not.  Updates: what clips a
-    # gradient divides once, and two cheap readers take the quotient from memory; predicted to divide twice.
-    ("gpt", "toy", 1): {(0, "after", 0), (1, "after", 0), (0, "after", 1), (1, "after", 2)},
-    ("gpt", "toy", 4): {(0, "after", 0)},
-    ("gpt", "bench", 1): {(0, "after", 1), (1, "after", 2)},
-    ("gpt", "bench", 4): {(0, "after", 1), (1, "after", 2)},
+    # Predicted too low.  Of 2.3 MiB in the bench gaps in XLA's heap are 1.0 (it breaks ties otherwise); the rest is not
+    # yet understood.
+    ("gpt", "toy", 1): {(0, "backward", 0)},
+    ("gpt", "bench", 1): {(0, "backward", 0)},
+    ("llama_nnx", "toy", 1): {(1, "backward", 0)},
+    # Predicted too high; not yet understood.
+    ("gpt", "bench", 4): {(1, "before", 0)},
     # Predicted too low; not yet understood.
-    ("t5", "toy", 1): {(0, "forward", 0), (0, "after", 0), (1, "after", 0)},
-    ("t5", "toy", 4): {(0, "forward", 0), (1, "forward", 0), (1, "backward", 0), (0, "after", 1)},
+    ("t5", "toy", 1): {(0, "backward", 0), (1, "backward", 0)},
+    ("t5", "toy", 4): {(0, "forward", 0), (1, "forward", 0)},
     # Convolutions' gradients: predicted too low; not yet understood.
-    ("unet", "toy", 1): {(0, "forward", 0), (0, "backward", 0)},
-    ("unet", "toy", 4): {(0, "backward", 0), (1, "backward", 0)},
-    ("unet", "bench", 1): {(0, "backward", 0), (1, "before", 0)},
-    ("unet", "bench", 4): {(0, "backward", 0), (1, "backward", 0)},
+    ("unet", "toy", 1): {(0, "backward", 0)},
+    ("unet", "toy", 4): {(0, "backward", 0)},
+    ("unet", "bench", 1): {(0, "backward", 0)},
+    ("unet", "bench", 4): {(0, "backward", 0)},
 }
 """Executables (stage, part, segment) of which scratch bytes are predicted beyond the tolerance."""
 

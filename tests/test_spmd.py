@@ -622,6 +622,36 @@ def test_a_sum_in_two_parts_is_made_in_one_unless_somebody_reads_in_between(read
         np.testing.assert_allclose(plain(result), plain(right), rtol=TOLERANCE)
 
 
+@pytest.mark.parametrize("read_besides", [False, True])
+@pytest.mark.parametrize("scattered", [False, True])
+def test_two_sums_that_are_only_added_are_made_in_one(scattered: bool, read_besides: bool) -> None:
+    def step(x: jax.Array, y: jax.Array) -> Any:
+        first, second = jnp.sum(x, 0), jnp.sum(y, 0)
+        return (first + second, -first) if read_besides else first + second
+
+    planned = plan_of(step, (np.arange(64.0).reshape(16, 4), np.ones((16, 4))))
+    mesh = Mesh(("data",), (4,))
+    strategies: dict[int, Strategy] = {}
+    homes = dict.fromkeys(planned.graph.inputs, Layout((("data",), ())))
+    home = Layout((("data",),)) if scattered else Layout(((),))
+    for operator in planned.graph.operators:
+        homes[operator.results[0]] = home
+        if operator.primitive == "reduce_sum":
+            rows = [factor.size == 16 for factor in operator.rule.factors]
+            strategies[operator.id] = Strategy(tuple(("data",) if cut else () for cut in rows))
+        else:
+            strategies[operator.id] = Strategy(home.dims)
+    program = lower(planned.graph, Stage(mesh, homes, {}, strategies), [home] * len(planned.graph.outputs))
+    verify_program(program)
+    sums = [step for step in program.steps if isinstance(step, Reshard)]
+    kind = MoveKind.REDUCE_SCATTER if scattered else MoveKind.ALL_REDUCE
+    assert [move.kind for step in sums for move in step.moves] == [kind] * (2 if read_besides else 1)
+    for result, right in zip(
+        run(program, list(planned.arguments)), jax.tree.leaves(step(*planned.arguments)), strict=True
+    ):
+        np.testing.assert_allclose(plain(result), plain(right), rtol=TOLERANCE)
+
+
 WHOLE, ROWS, COLUMNS = Layout(((), ())), Layout((("data",), ())), Layout(((), ("data",)))
 BLOCKS = Layout((("data",), ("model",)))
 

@@ -739,3 +739,19 @@ def test_constraints_are_kept_microbatch_by_microbatch(spec: Any, layout: Any) -
         assert all(asked in (None, axes) for asked, axes in zip(layout, one.dims, strict=True))
     assert str(step.plan(make_state(), make_batch()).mesh) == "rows=2 × columns=4"
     same(step(make_state(), make_batch()), jax.jit(function)(make_state(), make_batch()))
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("constrain", "said"),
+    [
+        (lambda h: with_sharding_constraint(h, on(("columns", "rows"))), r"write \('rows', 'columns'\)"),
+        (lambda h: with_sharding_constraint(h[:, :6], on(None, "columns")) @ jnp.ones((6, 64)), r"\(16, 6\) does not"),
+    ],
+    ids=["order", "does not divide"],
+)
+def test_what_can_never_be_met_is_refused_in_any_number_of_microbatches(
+    constrain: Callable[[jax.Array], jax.Array], said: str, count: int
+) -> None:
+    with pytest.raises(PlanError, match=rf"{HERE}:\d+: P\(.*{said}[\s\S]*user_shardings=\"ignore\""):
+        parallel(step_with(constrain), num_microbatches=count).plan(make_state(), make_batch())

@@ -55,6 +55,51 @@ def test_programs_that_work_again_keep_the_order_of_memory_on_gpus(
     assert lowered.told == [wanted]
 
 
+@dataclass
+class Account:
+    """Stands for an executable with XLA's account of its memory."""
+
+    temp_size_in_bytes: int
+    argument_size_in_bytes: int = 100
+    output_size_in_bytes: int = 50
+    alias_size_in_bytes: int = 50
+
+    def memory_analysis(self) -> Account:
+        return self
+
+
+@dataclass
+class Ordered:
+    """Stands for ``jax.stages.Lowered``: scratch bytes beside collectives, and in the order of memory."""
+
+    beside: int
+    in_order: int
+    count: int = 0
+
+    def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Account:
+        self.count += 1
+        first_order = bool(compiler_options) and IN_ORDER_OF_MEMORY.items() <= compiler_options.items()
+        return Account(self.in_order if first_order else self.beside)
+
+
+@pytest.mark.parametrize(
+    ("platform", "beside", "in_order", "foretold", "scratch", "count"),
+    [
+        ("gpu", 110, 80, 200, 110, 1),  # the plan's word is kept
+        ("gpu", 111, 80, 200, 80, 2),
+        ("gpu", 111, 120, 200, 111, 2),
+        ("gpu", 111, 80, None, 111, 1),
+        ("cpu", 111, 80, 200, 111, 1),
+    ],
+)
+def test_where_a_plans_word_would_be_broken_memory_goes_first(
+    platform: str, beside: int, in_order: int, foretold: int | None, scratch: int, count: int
+) -> None:
+    lowered = Ordered(beside, in_order)
+    made = compiled(lowered, mesh_on(platform), saves_memory=False, foretold_bytes=foretold)
+    assert (made.temp_size_in_bytes, lowered.count) == (scratch, count)
+
+
 def test_xla_knows_the_option() -> None:
     executable = jax.jit(jnp.sin).lower(1.0).compile(compiler_options=dict(IN_ORDER_OF_MEMORY))
     assert executable(0.0) == 0.0

@@ -69,8 +69,14 @@ ELEMENTWISE_EXCEPTIONS = frozenset(
 )
 """Fusible primitives that do not map equal positions to equal positions."""
 
-TAKEN_IN_BY_REDUCTIONS = frozenset("mul square integer_pow neg broadcast_in_dim".split())
-"""What XLA:CPU's own reduction kernels compute themselves; they read all else from memory."""
+LIBRARY_WORK = frozenset(
+    """abs add add_any broadcast_in_dim ceil convert_element_type copy div erf exp exp2 expand_dims expm1 floor integer_pow
+    log log1p logistic max min mul neg pow reduce_max reduce_min reduce_sum reshape round rsqrt sign sqrt square squeeze
+    stop_gradient sub tanh""".split()
+)
+"""What XLA:CPU's library computes in one kernel with a reduction (:mod:`autopar.cost_model.library`)."""
+
+LIBRARY_TYPES = frozenset(("float32", "float64", "bfloat16"))
 
 REDUCTIONS_OF_VALUES = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split())
 """Of one element the result is that element."""
@@ -96,7 +102,7 @@ class Node:
     elementwise: bool = False
     unary: bool = True
     widens: bool = False
-    taken_in: bool = False
+    in_library: bool = False
     is_zero: bool = False
     source_bytes: int = 0
     """Size of the largest array in memory that the array is computed from (its own, if it is not fused)."""
@@ -383,12 +389,14 @@ class _Builder:
         if elementwise:
             shape = self._shape(step.results[0])
             inputs = tuple(self._widened(node, shape) for node in inputs)
+        multiplies = operator.primitive == "div" and self._multiplies(step, inputs)
+        if multiplies and self._on_cpu and len(inputs) == 2:
+            inputs = inputs[0], self._inverse(inputs[1])
         number, fresh = self._computed(form, inputs, step)
         if not fresh:
             return
         node = self.arrays.nodes[number]
         node.elementwise = elementwise
-        multiplies = operator.primitive == "div" and self._multiplies(step, inputs)
         if multiplies:
             node.form = Form.CHEAP
         if elementwise and form is Form.COSTLY and not self._on_cpu and node.size_bytes > node.source_bytes > 0:
@@ -401,7 +409,8 @@ class _Builder:
             operator.primitive == "broadcast_in_dim" and not inputs and is_zero_literal(operator.equation.invars[0])
         )
         node.is_zero |= operator.primitive == "square" and given[0].is_zero
-        node.taken_in = multiplies or operator.primitive in TAKEN_IN_BY_REDUCTIONS
+        types = {self._dtype(value) for value in (*operator.operands, *operator.results) if value is not None}
+        node.in_library = operator.primitive in LIBRARY_WORK and types <= LIBRARY_TYPES
 
     def _multiplies(self, step: Run, inputs: tuple[int, ...]) -> bool:
         """Whether a division is a product to XLA: with the inverse of what is broadcast, or of a constant."""
@@ -409,6 +418,17 @@ class _Builder:
             return self.arrays.nodes[inputs[1]].widens
         is_whole = "int" in self._program.values[step.results[0].value].dtype
         return step.operands[-1] is None and not is_whole
+
+    def _inverse(self, wide: int) -> int:
+        """What is multiplied with instead of dividing by what is broadcast: the inverse, broadcast."""
+        shape, narrow = self.arrays.nodes[wide].shape, self.arrays.nodes[wide].inputs
+        if len(narrow) != 1:
+            return wide
+        inverse = self._once((*narrow, "inverse"), partial(self._again, *narrow, Form.COSTLY))
+        node = self.arrays.nodes[inverse]
+        node.elementwise = True
+        node.in_library = self._dtype(node.value) in LIBRARY_TYPES
+        return self._once((inverse, shape), partial(self._broadcast, inverse, shape))
 
     def _as_before(self, step: Run, inputs: tuple[int, ...]) -> int | None:
         """For what is reshaped to what it was before it was reshaped: that."""
@@ -487,7 +507,8 @@ class _Builder:
         node = self.arrays.nodes[number]
         node.size_bytes = self._program.values[node.value].itemsize_bytes * math.prod(shape)
         node.shape = shape
-        node.taken_in = node.widens = True
+        node.widens = True
+        node.in_library = self._dtype(node.value) in LIBRARY_TYPES
         return number
 
     def _dot(self, step: Run) -> None:

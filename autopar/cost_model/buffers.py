@@ -5,7 +5,7 @@ XLA computes an array inside the kernels that read it when that is cheap, and ke
 * what a matrix product, a collective, a loop, a scatter or the program's end reads is kept;
 * costly work is done once, so what several kernels need is kept, be it through cheap work that each of them repeats;
 * cheap work is repeated in each reader, unless it has several large inputs and its readers cannot all be one kernel;
-* XLA:CPU's reductions read memory, but for products, squares and broadcasts that nothing else needs;
+* XLA:CPU's reductions read memory, but for what its library computes with them (:mod:`autopar.cost_model.library`);
 * XLA:GPU's kernels write over an operand only if they read the array itself, not another shape of its bytes.
 
 XLA:CPU then runs kernels breadth first: a kernel queues up when the last of its operands is there, and first come is
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from autopar.cost_model.arrays import Arrays, Form, Node
+from autopar.cost_model.library import library_kernels
 
 FUSED = frozenset((Form.CHEAP, Form.COSTLY))
 READ_BUFFERS = frozenset((Form.KERNEL, Form.IN_PLACE, Form.LOOP))
@@ -35,7 +36,7 @@ class Place(Enum):
 
     UNREAD = "unread"  # nobody needs it
     REGISTERS = "registers"  # inside the kernels that need it
-    REDUCTION = "reduction"  # inside one reduction, which reads all else from memory
+    LIBRARY = "library"  # inside one kernel of a library, which reads all else from memory
     MEMORY = "memory"
 
 
@@ -72,7 +73,8 @@ class _Tracer:
     def __init__(self, arrays: Arrays, *, on_cpu: bool) -> None:
         nodes = arrays.nodes
         self._on_cpu = on_cpu
-        self._places = places_of(arrays, reductions_read_memory=on_cpu)
+        self._library = library_kernels(arrays) if on_cpu else {}
+        self._places = places_of(arrays, self._library, reductions_read_memory=on_cpu)
         self._standing = _standing_renames(nodes)
         self._inside = [_NOTHING] * len(nodes)
         self._equal = [_NOTHING] * len(nodes)
@@ -86,14 +88,35 @@ class _Tracer:
             self._inside[number] = self._equal[number] = self._given[number] = frozenset((number,))
         elif place is Place.UNREAD:
             return
+        elif number in self._library:
+            self._by_library(number, node)
         elif node.form is Form.RENAME:
             self._rename(number, node)
         elif place is Place.MEMORY:
             self._kernel(number, node)
         else:
-            sets = self._given if place is Place.REDUCTION else self._inside
-            self._inside[number] = self._given[number] = _union(sets[i] for i in node.inputs)
+            self._inside[number] = self._given[number] = _union(self._inside[i] for i in node.inputs)
             self._equal[number] = self._equally_read(node)
+
+    def _by_library(self, number: int, node: Node) -> None:
+        """A part of a library's kernel, which is handed all that it reads."""
+        root = self._library[number]
+        given = _union(self._given[i] for i in node.inputs)
+        equal = {
+            i: self._equal[i] if self._library.get(i) == root or i not in self.kernels.owner else self._given[i]
+            for i in node.inputs
+        }
+        if node.elementwise or node.form is Form.RENAME:
+            moved = _union(self._given[i] - equal[i] for i in node.inputs)
+            equally = _union(equal.values()) - moved
+        else:
+            equally = _NOTHING
+        if number == root:
+            self.kernels.owner[number], self.kernels.reads[number] = number, given
+            self.kernels.overwrites[number] = equally
+            given = equally = frozenset((number,))
+        self._given[number] = self._inside[number] = given
+        self._equal[number] = equally
 
     def _rename(self, number: int, node: Node) -> None:
         """Another shape of the same bytes; after a loop, another name that waits for it."""
@@ -151,15 +174,17 @@ def _standing_renames(nodes: list[Node]) -> set[int]:
     }
 
 
-def places_of(arrays: Arrays, *, reductions_read_memory: bool) -> list[Place]:
-    """Where each array is (see the module docstring); decided from the last reader backwards."""
+def places_of(arrays: Arrays, library: Mapping[int, int], *, reductions_read_memory: bool) -> list[Place]:
+    """Where each array is (see the module docstring); decided from the last reader backwards.
+
+    ``library`` are the roots of what a library computes.
+    """
     nodes = arrays.nodes
     places = [Place.UNREAD] * len(nodes)
-    whole = _not_repeated(nodes)
+    whole = _not_repeated(nodes, library)
     uses = [0] * len(nodes)
     kernel_of = [_NO_KERNEL] * len(nodes)
     needed = bytearray(len(nodes))
-    reduced = bytearray(len(nodes))
     for output in arrays.outputs:
         if output is not None:
             uses[output] += 1
@@ -167,32 +192,33 @@ def places_of(arrays: Arrays, *, reductions_read_memory: bool) -> list[Place]:
             needed[output] = 1
     for number in range(len(nodes) - 1, -1, -1):
         node = nodes[number]
+        root = library.get(number)
         if node.form is Form.INPUT:
             places[number] = Place.MEMORY
+        elif root is not None:
+            places[number] = Place.MEMORY if root == number else Place.LIBRARY
+            for i in dict.fromkeys(node.inputs):
+                uses[i] += 1
+                kernel_of[i] = _either(kernel_of[i], root)
+                needed[i] |= library.get(i) != root
         elif node.form is Form.RENAME and uses[number]:
             places[number] = Place.REGISTERS
             for i in node.inputs:
                 uses[i] += uses[number]
                 kernel_of[i] = _either(kernel_of[i], kernel_of[number])
                 needed[i] |= needed[number]
-                reduced[i] |= reduced[number]
         elif uses[number] or node.form is Form.LOOP:
             kept = node.form not in FUSED or bool(needed[number]) or number in whole
             kept = kept or (node.form is Form.COSTLY and kernel_of[number] == _SEVERAL_KERNELS)
-            taken_in = bool(reduced[number]) and node.taken_in and uses[number] == 1
-            kept = kept or (bool(reduced[number]) and not taken_in)
-            places[number] = Place.MEMORY if kept else Place.REDUCTION if taken_in else Place.REGISTERS
+            places[number] = Place.MEMORY if kept else Place.REGISTERS
             kernel = number if kept else kernel_of[number]
-            reads_memory = places[number] is Place.REDUCTION or (node.form is Form.REDUCE and reductions_read_memory)
+            reads_memory = node.form in READ_BUFFERS or (node.form is Form.REDUCE and reductions_read_memory)
             for i in dict.fromkeys(node.inputs):
                 uses[i] += 1
                 kernel_of[i] = _either(kernel_of[i], kernel)
-                if node.form in READ_BUFFERS:
-                    needed[i] = 1
-                elif reads_memory:
-                    reduced[i] = 1
-                elif nodes[i].form is Form.COSTLY and nodes[i].size_bytes < node.size_bytes:
-                    needed[i] = 1  # inside a kernel it would be computed once per element of the larger result
+                # Inside a kernel costly work would be done once per element of the larger result.
+                is_repeated = nodes[i].form is Form.COSTLY and nodes[i].size_bytes < node.size_bytes
+                needed[i] |= reads_memory or is_repeated
     return places
 
 
@@ -203,7 +229,7 @@ def _either(one: int, other: int) -> int:
     return one if other == _NO_KERNEL else _SEVERAL_KERNELS
 
 
-def _not_repeated(nodes: list[Node]) -> set[int]:
+def _not_repeated(nodes: list[Node], library: Mapping[int, int]) -> set[int]:
     """Cheap nodes of several large inputs whose readers cannot all be one kernel.
 
     That is so when a path leads from the node through a kernel to another reader of it. Bit b of ``near`` (``far``)
@@ -222,7 +248,10 @@ def _not_repeated(nodes: list[Node]) -> set[int]:
             distant |= far[i]
         if node.form is not Form.RENAME:
             refused |= close & distant
-            if node.form not in FUSED or (node.form is Form.COSTLY and users[number] > 1):
+            if number in library:
+                if library[number] == number:
+                    close, distant = 0, close | distant
+            elif node.form not in FUSED or (node.form is Form.COSTLY and users[number] > 1):
                 close, distant = 0, close | distant
             elif node.form is Form.CHEAP and not node.unary and users[number] > 1:
                 bits[number] = 1 << len(bits)

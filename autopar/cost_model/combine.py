@@ -17,6 +17,7 @@ from dataclasses import replace
 from autopar.cluster import Platform
 from autopar.cost_model.arrays import Arrays, arrays_of
 from autopar.cost_model.buffers import Place, places_of
+from autopar.cost_model.library import library_kernels
 from autopar.cost_model.reshard import COMBINED_RESULT_BYTES
 from autopar.schedule.spmd import Buffer, SpmdProgram
 
@@ -66,7 +67,7 @@ def _post_order(arrays: Arrays) -> list[int]:
     A kernel's operands stand as they came to it: of what it computes itself it took in the last in program order first,
     whose own operands were put last.
     """
-    places = places_of(arrays, reductions_read_memory=True)
+    places = places_of(arrays, library_kernels(arrays), reductions_read_memory=True)
     rank = {node: place for place, node in enumerate(_visited(arrays.outputs, lambda node: arrays.nodes[node].inputs))}
 
     def reads(node: int) -> Iterable[int]:

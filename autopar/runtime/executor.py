@@ -111,7 +111,7 @@ class Executor:
     """Owns one executable, and remembers how long its steps took.
 
     ``devices`` are those of this process or of a topology; with the latter the executable can be read, not run.
-    ``options`` are the compiler's.
+    ``options`` are the compiler's, ``foretold_bytes`` what the plan says that a device needs.
     """
 
     def __init__(
@@ -121,6 +121,7 @@ class Executor:
         donated: frozenset[int],
         devices: Sequence[Any],
         options: Mapping[str, Any] | None = None,
+        foretold_bytes: int | None = None,
     ) -> None:
         mesh = device_mesh(program.mesh, devices)
         step = jitted_step(program, mesh, donated)
@@ -136,7 +137,9 @@ class Executor:
             jax.set_mesh(mesh),
         ):  # shard_map refuses a mesh other than the one in scope, which may be the user's
             lowered = step.function.lower(*shapes)
-            self._compiled = compiled(lowered, mesh, saves_memory=step.saves_memory, options=options)
+            self._compiled = compiled(
+                lowered, mesh, saves_memory=step.saves_memory, options=options, foretold_bytes=foretold_bytes
+            )
         self.compile_seconds = time.monotonic() - started
         self._places = [
             Place(sharding, aval.dtype, position in donated)

@@ -3,7 +3,8 @@
 A buffer is (value, layout).  Each value has a *home* layout; an operator that wants another one gets it by a reshard
 from the buffer at hand that is cheapest to start from; buffers made that way are kept for later consumers, so a
 parameter is gathered once, however many operators use it.  A sum in two parts that nobody reads in between is made in
-one: its value would be all-reduced over some axes on its way home, and over the others where it is wanted.  Values with a
+one: its value would be all-reduced over some axes on its way home, and over the others where it is wanted.  So are two sums
+that are only added to each other, Σx + Σy = Σ(x + y), as XLA:GPU would see to it anyway.  Values with a
 *copy* layout (see :mod:`autopar.intra_op.problem`) go through it.  An operator leaves its result in the layout that its
 strategy implies; a reshard to the value's home follows where the two differ: that is where partial sums end.
 
@@ -26,6 +27,7 @@ from autopar.graph.build import BARRIER, LoopKind
 from autopar.graph.ir import FactorKind, Graph, Operator, Phase, Value
 from autopar.plan import Axes, Layout, Stage, Strategy
 from autopar.schedule.reshard import (
+    SCATTERS,
     Move,
     MoveKind,
     after_move,
@@ -37,6 +39,11 @@ from autopar.schedule.reshard import (
 )
 
 FREE_MOVES = (MoveKind.SLICE, MoveKind.MASK)
+
+SUMS = SCATTERS | {MoveKind.ALL_REDUCE}
+"""Moves that add up summands."""
+
+ADDITIONS = frozenset(("add", "add_any"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +184,8 @@ class _Lowering:
             for value, layout in zip(graph.outputs, wanted, strict=True)
         )
         inputs = tuple(Buffer(value, self.home(value)) for value in graph.inputs)
-        steps = _sums_at_once(_read_by_some(level.steps, outputs), outputs, self._stage.mesh)
+        steps = _added_first(_read_by_some(level.steps, outputs), outputs, self._stage.mesh)
+        steps = _sums_at_once(steps, outputs, self._stage.mesh)
         return SpmdProgram(graph, self._stage.mesh, tuple(steps), inputs, outputs, self._values)
 
     def _loop(self, level: _Level, operator: Operator) -> None:
@@ -240,11 +248,51 @@ def _read_by_some(steps: Sequence[Step], outputs: Sequence[Buffer | None]) -> li
     return found[::-1]
 
 
-def _sums_at_once(steps: Sequence[Step], outputs: Sequence[Buffer | None], mesh: Mesh) -> list[Step]:
-    """The steps with every all-reduce that only another one reads made one with it, where the first stood."""
-    reads = Counter(outputs)
+def _reads(steps: Sequence[Step], outputs: Sequence[Buffer | None]) -> Counter[Buffer | None]:
+    """How often each buffer is read, the program's end included."""
+    reads: Counter[Buffer | None] = Counter(outputs)
     for step in steps:
         reads.update((step.source,) if isinstance(step, Reshard) else step.operands)
+    return reads
+
+
+def _added_first(steps: Sequence[Step], outputs: Sequence[Buffer | None], mesh: Mesh) -> list[Step]:
+    """The steps with summands added before they are summed up, where two sums are only added to each other."""
+    reads = _reads(steps, outputs)
+    found: list[Step | None] = []
+    sums: dict[Buffer | None, int] = {}
+    for step in steps:
+        if isinstance(step, Run) and step.operator.primitive in ADDITIONS and all(one in sums for one in step.operands):
+            places = [sums[operand] for operand in step.operands]
+            first, second = (found[place] for place in places)
+            assert isinstance(first, Reshard) and isinstance(second, Reshard)
+            if first.moves == second.moves and first.source.layout == second.source.layout:
+                for place in places:
+                    found[place] = None
+                added = _on_summands(step, (first.source, second.source), mesh)
+                found.append(added)
+                step = Reshard(added.results[0], step.results[0], first.moves, step.operator)
+        if isinstance(step, Reshard) and _sums_up(step) and reads[step.target] == 1:
+            sums[step.target] = len(found)
+        found.append(step)
+    return [step for step in found if step is not None]
+
+
+def _sums_up(step: Reshard) -> bool:
+    """Whether a reshard is one sum over devices and nothing else."""
+    return len(step.moves) == 1 and step.moves[0].kind in SUMS
+
+
+def _on_summands(step: Run, operands: tuple[Buffer, Buffer], mesh: Mesh) -> Run:
+    """An addition of two arrays, of their summands instead."""
+    layout = operands[0].layout
+    factors = tuple(tuple(axis for axis in axes if axis not in layout.partial) for axes in step.strategy.factors)
+    return Run(step.operator, Strategy(factors, layout.partial), operands, (Buffer(step.results[0].value, layout),))
+
+
+def _sums_at_once(steps: Sequence[Step], outputs: Sequence[Buffer | None], mesh: Mesh) -> list[Step]:
+    """The steps with every all-reduce that only another one reads made one with it, where the first stood."""
+    reads = _reads(steps, outputs)
     found: list[Step] = []
     place: dict[Buffer, int] = {}
     for step in steps:
