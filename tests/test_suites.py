@@ -11,7 +11,7 @@ from benchmarks.models import wide_resnet
 from benchmarks.suites import half_precision, steps
 from benchmarks.suites.machine import calibrated, cluster_of
 from benchmarks.suites.picture import picture
-from benchmarks.suites.pricing import Asked, grids, outcome
+from benchmarks.suites.pricing import Asked, grids, outcome, state_bytes
 from benchmarks.suites.published import CALIBRATION, CELLS, Cell, PlanFound, StageFound, Suite
 from benchmarks.suites.report import calibration_text, row_of
 
@@ -107,3 +107,16 @@ def test_one_measured_step_takes_as_long_as_it_took() -> None:
     assert math.isclose(found.seconds, CALIBRATION.seconds, rel_tol=2e-3)
     assert 0.5 < found.speed < 1 and found.preset_seconds < found.seconds
     assert f"{found.speed:.3f}" in calibration_text(found)
+
+
+def test_grids_whose_state_has_no_room_are_not_planned() -> None:
+    """The state is whole along data: on one stage without tensor parallelism every device holds all of it."""
+    cluster = cluster_of(4)
+    step = steps.step_of(TOY)
+    held = state_bytes(step)
+    small = cluster.replace(device=dataclasses.replace(cluster.device, memory_bytes=held // 5))
+    asked: list[str] = []
+    found = outcome(TOY, Asked.PP_DP, small, asked.append)
+    assert found.plan is None and found.refusal == "OOM" and found.needed_bytes == held
+    assert asked == []
+    assert outcome(TOY, Asked.PP_DP, cluster).plan is not None

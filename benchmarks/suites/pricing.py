@@ -12,6 +12,7 @@ from autopar.cluster import Cluster
 from autopar.collector import paused_collector
 from autopar.errors import BudgetError, PlanError
 from autopar.graph.ir import Graph
+from autopar.graph.roles import Role
 from autopar.inter_op.examples import CoupledBatchError
 from autopar.inter_op.stages import Arrangement, StageDemands, StagePlanner
 from autopar.methods import DataParallel, TensorParallel, mesh_of
@@ -148,6 +149,11 @@ def _best_grid(most_tensor: int, cell: Cell, step: Step, cluster: Cluster, repor
     best: Plan | None = None
     refusal: PlanError | None = None
     for data, tensor, pipeline in grids(cluster.num_devices, most_tensor):
+        held_bytes = state_bytes(step) / (tensor * pipeline)
+        if held_bytes > cluster.per_device_memory_bytes:
+            short = BudgetError("the state, which is whole along data, has no room", needed_bytes=held_bytes)
+            refusal = refusal or short
+            continue
         grid = replace(
             step.free,
             method=DataParallel() if tensor == 1 else TensorParallel(tensor),
@@ -165,6 +171,13 @@ def _best_grid(most_tensor: int, cell: Cell, step: Step, cluster: Cluster, repor
         assert refusal is not None
         raise refusal
     return best
+
+
+def state_bytes(step: Step) -> int:
+    """Bytes of the whole state."""
+    graph = step.subject.graph
+    state = step.subject.roles.leaves(Role.STATE)
+    return sum(graph.values[graph.inputs[position]].size_bytes for position in state)
 
 
 def grids(num_devices: int, most_tensor: int) -> Iterator[tuple[int, int, int]]:
