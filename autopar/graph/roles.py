@@ -210,9 +210,8 @@ class _Evidence:
             ((i, o),) = pairs
             passed = not self._program.in_avals[i].shape and self._jaxpr.outvars[o] is self._jaxpr.invars[i]
             return i not in self._keys and not passed and bool(self._same_shape[o] >> i & 1)
-        own = sum(
-            1 << i for i in before.leaves
-        )  # parameters in half precision are made of their masters, leaves beside them
+        own = sum(1 << i for i in before.leaves)
+        # Some leaf, not each its own: parameters in half precision are made of their masters, which lie beside them.
         linked = sum(bool(self._no_contraction[o] & own) for _, o in pairs)
         if 2 * linked > len(pairs):
             return True
