@@ -16,7 +16,6 @@ Measured by the compiler for H100s: docs/explanation/rematerialisation.md.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,8 +45,9 @@ def compiled(
     on_gpu = mesh.devices.flat[0].platform in GPU_PLATFORMS
     chosen = {**(IN_ORDER_OF_MEMORY if on_gpu and saves_memory else {}), **(options or {})}
     executable = lowered.compile(compiler_options=chosen or None)
-    bound_bytes = math.inf if foretold_bytes is None else (1 + MOST_ABOVE) * foretold_bytes
-    if not on_gpu or saves_memory or needed_bytes(executable) <= bound_bytes:
+    if foretold_bytes is None or not on_gpu or saves_memory:
+        return executable
+    if needed_bytes(executable) <= (1 + MOST_ABOVE) * foretold_bytes:
         return executable
     again = lowered.compile(compiler_options={**IN_ORDER_OF_MEMORY, **chosen})
     return min(executable, again, key=needed_bytes)
