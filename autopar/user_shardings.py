@@ -11,6 +11,7 @@ about memory in another.  Where an array lies already is kept if it can be, and 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -244,7 +245,7 @@ def with_wishes(restriction: Restriction, demands: UserDemands, graph: Graph, me
 
     Raises :class:`~autopar.errors.PlanError` for a wish in code or names that no layout on this mesh can meet.
     """
-    shapes = {value.id: value.shape for value in graph.all_values()}
+    shapes = _shapes_of(demands.wishes, graph)
     limited = dict(restriction.limited)
     names = dict(restriction.names)
     for wish in demands.wishes:
@@ -264,11 +265,18 @@ def check_undivided(demands: UserDemands, graph: Graph, mesh: Mesh) -> None:
     In the loop dimensions that no longer divide are free; what could not be met before must not pass for one of them.
     Raises :class:`~autopar.errors.PlanError` for a wish that no layout on this mesh can meet.
     """
-    shapes = {value.id: value.shape for value in graph.all_values()}
-    for wish in demands.wishes:
+    asked = [wish for wish in demands.wishes if wish.origin is Origin.CODE]
+    shapes = _shapes_of(asked, graph)
+    for wish in asked:
         shape = shapes[wish.value]
-        if wish.origin is Origin.CODE and shape and 0 not in shape:
+        if shape and 0 not in shape:
             layouts_for(wish, shape, mesh)
+
+
+def _shapes_of(wishes: Sequence[Wish], graph: Graph) -> dict[int, tuple[int, ...]]:
+    """Shapes of the values of which something is wished; a large program without wishes is not walked for every mesh."""
+    asked = {wish.value for wish in wishes}
+    return {value.id: value.shape for value in graph.all_values() if value.id in asked} if asked else {}
 
 
 def layouts_for(wish: Wish, shape: tuple[int, ...], mesh: Mesh) -> frozenset[Layout]:

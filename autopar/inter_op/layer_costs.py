@@ -26,7 +26,7 @@ import numpy as np
 from autopar import _compat
 from autopar.cluster import Cluster
 from autopar.graph.ir import Graph
-from autopar.inter_op.looped import Looped
+from autopar.inter_op.looped import Looped, constants_of
 from autopar.inter_op.rescaled import touched_values, values_with_rows
 from autopar.intra_op.priced import PricedStage
 from autopar.intra_op.problem import OperatorNode, Problem
@@ -202,14 +202,15 @@ def _bytes_by_layer(loop: Looped, layers: LayerMap, stage: Stage) -> tuple[np.nd
     for position, value in enumerate(loop.graph.inputs):
         if position not in loop.batch:
             state[layers.owners.get(position, layers.layer_of_value.get(value, 0))] += device_bytes(value)
-    consts, carries = _compat.scan_arity(loop.loop.equation.params)
+    _, carries = _compat.scan_arity(loop.loop.equation.params)
     for total in loop.body.outputs[:carries]:
         if total is not None:
             state[layers.layer_of_value[total]] += device_bytes(total)
     for value, layer in layers.residuals.items():
         residual[layer] += device_bytes(value)
-    for outside, value in zip(loop.loop.operands, loop.body.inputs[:consts], strict=False):
-        if outside is not None and value in layers.layer_of_value:
+    constants = constants_of(loop.loop)
+    for outside, value in zip(loop.loop.operands, loop.body.inputs, strict=True):
+        if outside is not None and value in constants and value in layers.layer_of_value:
             there, used = (stage.home(one, len(values[one].shape)) for one in (outside, value))
             if used != there:  # gathered before the loop, and kept throughout
                 state[layers.layer_of_value[value]] += values[value].size_bytes / shares(used, stage.mesh)
