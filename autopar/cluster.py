@@ -13,6 +13,9 @@ uses link number ``(d mod devices_per_host) // shared_by`` of its host.
 Between single hosts links may be others (``host_links``).  A host then has cards that carry as much as the fastest of its links,
 and to one host as much as the link to it: α and β of a pair are what a message between these hosts finds.
 
+Without a switch a group of devices of one host has the wires between its members only (``local_wiring``,
+:mod:`autopar.wiring`); β of the local link is then what a device sends over all of its wires.
+
 ``host_memory_link`` joins each device to the memory of its host: PCIe, or NVLink where the processor has it.
 
 Hosts may have devices of another kind (``host_devices``).  A program on all devices is then as slow as on the slowest kind, and
@@ -20,8 +23,8 @@ has the memory of the kind with the least: all wait for each other.
 
 A cluster may carry a :class:`~autopar.profile.Profile`: what was measured then goes before α, β and FLOP/s.
 
-This file imports nothing of ours but the profile and the error type, and nothing of JAX at module level: a description needs no
-devices.  The figures of known hardware are in :mod:`autopar.cluster_presets`.
+This file imports nothing of ours but other descriptions and the error type, and nothing of JAX at module level: a description
+needs no devices.  The figures of known hardware are in :mod:`autopar.cluster_presets`.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from autopar.errors import ClusterError
 from autopar.network import Network
 from autopar.profile import Profile
 from autopar.ray_hosts import RayHosts
+from autopar.wiring import Wiring
 
 AXIS_NAMES = ("data", "model", "extra")  # of the axes of a logical mesh, as many as it has
 
@@ -227,6 +231,8 @@ class Cluster:
     """By hosts, the kind of their devices where it is another than ``device``."""
     host_memory_link: Link | None = field(default=None, kw_only=True)
     """Between a device and the memory of its host; None: not known, so nothing is kept there."""
+    local_wiring: Wiring | None = field(default=None, kw_only=True)
+    """Which devices of a host are wired to each other, of the first of them if it is of more; None: a switch joins all."""
     device_ids: tuple[int, ...] = field(default=(), kw_only=True)
     """Ids of this process's JAX devices that the cluster is made of, in order; none: they are the first ones."""
 
@@ -244,6 +250,7 @@ class Cluster:
             raise ClusterError(
                 f"host_memory_link of cluster {self.name!r} is {self.host_memory_link!r}; give a Link, or None"
             )
+        object.__setattr__(self, "local_wiring", self._checked_wiring())
         if self.device_ids and len(set(self.device_ids)) != self.num_devices:
             raise ClusterError(
                 f"device_ids of cluster {self.name!r} are {self.device_ids} for {self.num_devices} devices; give one for each"
@@ -258,6 +265,19 @@ class Cluster:
             raise ClusterError(
                 f"cluster {self.name!r} has devices of several kinds, and a profile is of one; leave it out (profile=None)"
             )
+
+    def _checked_wiring(self) -> Wiring | None:
+        """The wires between the devices that a host has here."""
+        if self.local_wiring is None:
+            return None
+        where = f"local_wiring of cluster {self.name!r}"
+        if not isinstance(self.local_wiring, Wiring):
+            raise ClusterError(f"{where} is {self.local_wiring!r}; give a Wiring, or None")
+        if self.local_link.shared_by != 1:
+            raise ClusterError(
+                f"{where}: local_link says shared_by={self.local_link.shared_by}; wires are a device's own"
+            )
+        return self.local_wiring.first(self.devices_per_host)
 
     def _checked_kinds(self) -> Iterator[tuple[int, DeviceKind]]:
         """Kinds of devices by host; those that are ``device`` itself are left out."""

@@ -11,10 +11,12 @@ import msgspec
 from autopar.cluster import Cluster, DeviceKind, Link, Platform
 from autopar.errors import ClusterError
 from autopar.files import Header, write_atomically
+from autopar.wiring import Wiring
 
 _FILE_FORMAT = "autopar-cluster"
-_FILE_VERSION = 3
-_READ_VERSIONS = (1, 2, 3)  # the first knows no differences between hosts, the second no link to their memory
+_FILE_VERSION = 4
+_READ_VERSIONS = (1, 2, 3, 4)  # the first knows no differences between hosts, the second no link to their memory,
+# the third no wires
 _Made = TypeVar("_Made")
 
 
@@ -44,6 +46,12 @@ class _HostDevice(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     device: _Device
 
 
+class _Wiring(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    wires: tuple[tuple[int, ...], ...]
+    per_device: int
+    source: str = ""
+
+
 class _Cluster(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     name: str
     hosts: int
@@ -56,6 +64,7 @@ class _Cluster(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     host_links: tuple[_HostLink, ...] = ()
     host_devices: tuple[_HostDevice, ...] = ()
     host_memory_link: _Link | None = None
+    local_wiring: _Wiring | None = None
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -107,6 +116,7 @@ def write_cluster(cluster: Cluster, path: Path) -> None:
             _HostDevice(host=host, device=_from_kind(kind)) for host, kind in cluster.host_devices.items()
         ),
         host_memory_link=None if cluster.host_memory_link is None else _from_link(cluster.host_memory_link),
+        local_wiring=None if cluster.local_wiring is None else _from_wiring(cluster.local_wiring),
     )
     data = msgspec.json.encode(_File(format=_FILE_FORMAT, version=_FILE_VERSION, cluster=stored))
     try:
@@ -135,6 +145,10 @@ def _from_link(link: Link) -> _Link:
     )
 
 
+def _from_wiring(wiring: Wiring) -> _Wiring:
+    return _Wiring(wires=wiring.wires, per_device=wiring.per_device, source=wiring.source)
+
+
 def _to_cluster(path: Path, stored: _Cluster) -> Cluster:
     fields = msgspec.structs.asdict(stored)
     for name, kind in (("device", DeviceKind), ("local_link", Link), ("network_link", Link)):
@@ -142,6 +156,9 @@ def _to_cluster(path: Path, stored: _Cluster) -> Cluster:
     if stored.host_memory_link is not None:
         entries = msgspec.structs.asdict(stored.host_memory_link)
         fields["host_memory_link"] = _checked(f"{path}: $.cluster.host_memory_link", Link, entries)
+    if stored.local_wiring is not None:
+        entries = msgspec.structs.asdict(stored.local_wiring)
+        fields["local_wiring"] = _checked(f"{path}: $.cluster.local_wiring", Wiring, entries)
     links: dict[tuple[int, int], object] = {}
     for number, one in enumerate(stored.host_links):
         place = f"{path}: $.cluster.host_links[{number}]"

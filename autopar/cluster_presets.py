@@ -28,6 +28,7 @@ from autopar.errors import ClusterError
 from autopar.profile import Profile
 from autopar.profile_file import find_profile
 from autopar.ray_hosts import RayHosts, RayNode
+from autopar.wiring import Wiring
 
 TERA = 1e12
 GIGA = 1e9
@@ -163,6 +164,23 @@ _H100_PCIE = _pcie(128, "NVIDIA H100 data sheet, Interconnect, PCIe Gen5 128 GB/
 _H200_PCIE = _pcie(128, "NVIDIA H200 data sheet, Interconnect, PCIe Gen5 128 GB/s")
 
 
+_CUBE_MESH = Wiring(
+    (
+        (0, 1, 1, 2, 2, 0, 0, 0),
+        (1, 0, 2, 1, 0, 2, 0, 0),
+        (1, 2, 0, 2, 0, 0, 1, 0),
+        (2, 1, 2, 0, 0, 0, 0, 1),
+        (2, 0, 0, 0, 0, 1, 1, 2),
+        (0, 2, 0, 0, 1, 0, 2, 1),
+        (0, 0, 1, 0, 1, 2, 0, 2),
+        (0, 0, 0, 1, 2, 1, 2, 0),
+    ),
+    6,
+    "hybrid cube mesh of eight V100s: NVIDIA DGX-1 with Tesla V100 System Architecture, NVLink network topology; "
+    "the pairs with two wires: Li et al., Evaluating Modern GPU Interconnect, TPDS 2020, section 3",
+)
+
+
 @dataclass(frozen=True)
 class Preset:
     """One host of known hardware, what ``jax.Device.device_kind`` calls its devices, and how far it scales."""
@@ -173,11 +191,17 @@ class Preset:
 
 
 def _preset(
-    name: str, device: DeviceKind, links: tuple[Link, Link, Link], device_kinds: tuple[str, ...] = (), notes: str = ""
+    name: str,
+    device: DeviceKind,
+    links: tuple[Link, Link, Link],
+    device_kinds: tuple[str, ...] = (),
+    notes: str = "",
+    wiring: Wiring | None = None,
 ) -> Preset:
     """A preset of eight devices a host with (local, network, host memory) links."""
     local, network, memory = links
-    return Preset(Cluster(name, 1, 8, device, local, network, notes=notes, host_memory_link=memory), device_kinds)
+    cluster = Cluster(name, 1, 8, device, local, network, notes=notes, host_memory_link=memory, local_wiring=wiring)
+    return Preset(cluster, device_kinds)
 
 
 def _tpu_preset(name: str, device: DeviceKind, ici: Link, device_kinds: tuple[str, ...], chips: int) -> Preset:
@@ -205,7 +229,8 @@ PRESETS: tuple[Preset, ...] = (
             _V100_PCIE,
         ),
         ("Tesla V100-SXM2-16GB",),
-        "NVLink is a hybrid cube mesh: a pair of devices has one or two of the six links, a ring of eight has all.",
+        "A pair of devices has one or two of the six NVLinks of each, or none; a ring of eight has all.",
+        _CUBE_MESH,
     ),
     _preset(
         "p3dn.24xlarge",
@@ -221,7 +246,8 @@ PRESETS: tuple[Preset, ...] = (
             _V100_PCIE,
         ),
         ("Tesla V100-SXM2-32GB",),
-        "NVLink is a hybrid cube mesh: a pair of devices has one or two of the six links, a ring of eight has all.",
+        "A pair of devices has one or two of the six NVLinks of each, or none; a ring of eight has all.",
+        _CUBE_MESH,
     ),
     _preset(
         "p4d.24xlarge",
@@ -404,9 +430,16 @@ def _accelerator_cluster(kind: str, devices: Sequence[Any], hosts: int, this_pro
         name=f"local {preset.cluster.device.name}",
         hosts=hosts,
         devices_per_host=len(devices) // hosts,
+        local_wiring=_wiring_of(preset, len(devices) // hosts),
         memory_bytes=min(known_limits) if known_limits else None,
         notes=f"devices of this program; links as in preset {preset.cluster.name}. {preset.cluster.notes}".strip(),
     )
+
+
+def _wiring_of(preset: Preset, devices_per_host: int) -> Wiring | None:
+    """That of the preset; None on hosts of more devices, whose wiring is not known."""
+    wiring = preset.cluster.local_wiring
+    return None if wiring is None or devices_per_host > len(wiring.wires) else wiring
 
 
 def ray_cluster(found: RayHosts) -> Cluster:
@@ -423,11 +456,13 @@ def ray_cluster(found: RayHosts) -> Cluster:
         cluster = replace(cluster, name="ray cpu", compute_shared_by=found.devices_per_host * per_node)
     else:
         presets = [_preset_of_node(node) for node in found.nodes]
+        slowest = min(presets, key=lambda one: _bytes_per_second_each(one.cluster.local_link))
         cluster = presets[0].cluster.replace(
             name=f"ray {presets[0].cluster.device.name}",
             hosts=hosts,
             devices_per_host=found.devices_per_host,
-            local_link=min((one.cluster.local_link for one in presets), key=_bytes_per_second_each),
+            local_link=slowest.cluster.local_link,
+            local_wiring=_wiring_of(slowest, found.devices_per_host),
             network_link=min((one.cluster.network_link for one in presets), key=_bytes_per_second_each),
             host_memory_link=min(
                 (link for one in presets if (link := one.cluster.host_memory_link) is not None),

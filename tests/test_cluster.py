@@ -495,7 +495,7 @@ def test_numbers_that_are_none(literal: str, tmp_path: Path) -> None:
         (("cluster", "device", "flops_per_second"), {}, r"\$\.cluster\.device: .*at least one dtype"),
         (("cluster", "device", "memory_bytes"), 0, r"\$\.cluster\.device: memory_bytes"),
         (("format",), "alpa", r"\$\.format is 'alpa'.*not a cluster file"),
-        (("version",), 4, r"\$\.version is 4, .*reads 1 to 3"),
+        (("version",), 5, r"\$\.version is 5, .*reads 1 to 4"),
         (
             ("cluster", "host_memory_link"),
             LINK | {"shared_by": 0},

@@ -32,6 +32,9 @@ are counted.
 and TPUs the bytes they send only.  XLA:CPU sends the arrays of a merged collective one after the other, and each pays in full but
 for the waiting for devices that still work: 32 sums of 2 KiB among eight devices took 2.4 ms as one, and one of them 0.15 ms.
 
+*Wires.*  Where a host has wires instead of a switch (:mod:`autopar.wiring`), a group sends within a host over those between its
+members there.
+
 *Latency.*  A ring passes on ``n-1`` times per pass: the edges of the ring but one (the cheapest), each with the α of
 its level.  An all-to-all pays the α of every other member, a permute the largest α of its messages.
 
@@ -322,10 +325,12 @@ def _pairs_cost(pairs: tuple[tuple[int, int], ...], cluster: Cluster) -> GroupCo
     latency = 0.0
     for source, target in moving:
         same_host = source // cluster.devices_per_host == target // cluster.devices_per_host
-        link, traffic = (cluster.local_link, local) if same_host else (cluster.network_link, network)
+        link = cluster.local_link if same_host else cluster.network_link
         ports = _port(source, link, cluster), _port(target, link, cluster)
-        traffic.add(*ports)
-        if not same_host:
+        if same_host:
+            local.add(*ports, 1.0 / _message_share(source, target, cluster))
+        else:
+            network.add(*ports)
             link = cluster.link_between(ports[0][0], ports[1][0])
             network.sent_to[ports[0], ports[1][0]] += 1.0
             network.received_from[ports[1], ports[0][0]] += 1.0
@@ -340,15 +345,37 @@ def _port(device: int, link: Link, cluster: Cluster) -> tuple[int, int]:
     return host, position // link.shared_by
 
 
+def _ring_share(members: Sequence[int], cluster: Cluster) -> float:
+    """What devices of one host can send around a ring, as a share of the local link."""
+    if cluster.local_wiring is None or len(members) == 1:
+        return 1.0
+    return cluster.local_wiring.ring_share([device % cluster.devices_per_host for device in members])
+
+
+def _exchange_share(members: Sequence[int], cluster: Cluster) -> float:
+    """What each of the devices of one host can send to the others, as a share of the local link."""
+    if cluster.local_wiring is None or len(members) == 1:
+        return 1.0
+    return cluster.local_wiring.exchange_share([device % cluster.devices_per_host for device in members])
+
+
+def _message_share(source: int, target: int, cluster: Cluster) -> float:
+    """What a device can send to another of its host, as a share of the local link."""
+    if cluster.local_wiring is None or source == target:
+        return 1.0
+    return cluster.local_wiring.message_share(source % cluster.devices_per_host, target % cluster.devices_per_host)
+
+
 def _add_ring(by_host: dict[int, list[int]], cluster: Cluster, local: _Traffic, network: _Traffic) -> None:
     """One pass of a ring that visits the hosts one after the other."""
     hosts = list(by_host)
     for place, members in enumerate(by_host.values()):
         ports = [_port(device, cluster.local_link, cluster) for device in members]
+        load = 1.0 / _ring_share(members, cluster)
         for source, target in itertools.pairwise(ports):
-            local.add(source, target)
+            local.add(source, target, load)
         if len(by_host) == 1:
-            local.add(ports[-1], ports[0])
+            local.add(ports[-1], ports[0], load)
         else:
             cards = {_port(device, cluster.network_link, cluster) for device in members}
             before, after = hosts[place - 1], hosts[(place + 1) % len(hosts)]
@@ -371,9 +398,10 @@ def _add_exchange(by_host: dict[int, list[int]], cluster: Cluster, local: _Traff
     others = sum(len(members) for members in by_host.values()) - 1
     for host, members in by_host.items():
         inside = (len(members) - 1) / others
+        load = inside / _exchange_share(members, cluster)
         for device in members:
             port, card = _port(device, cluster.local_link, cluster), _port(device, cluster.network_link, cluster)
-            local.add(port, port, inside)
+            local.add(port, port, load)
             network.add(card, card, 1.0 - inside)
             for peer, theirs in by_host.items() if cluster.host_links else ():
                 if peer != host:
