@@ -2,12 +2,14 @@
 
 A hand-made method says what an expert says – where parameters, optimizer state and batch lie, by mesh axis – and lets
 that reach through the program as a compiler would: an axis may cut a value only in dimensions that are tied to a
-dimension that the expert cut.  The rest (which operator reduces where) is completed by the same integer program, so the
-opponents are as strong as their idea allows.
+dimension that the expert cut (:mod:`autopar.reach`).  The rest (which operator reduces where) is completed by the same
+integer program, so the opponents are as strong as their idea allows.
 
 * data parallel: batch over all devices, the rest whole (gradients are all-reduced);
 * ZeRO-2: the same, optimizer state and update in pieces (Rajbhandari et al., 2020, §5);
 * ZeRO-3: parameters rest in pieces as well and are gathered for use;
+* expert parallel: ZeRO-2, but the experts of a mixture, with their optimizer state, lie on different devices, and examples are
+  exchanged with them (Lepikhin et al., 2021, §3; Rajbhandari et al., DeepSpeed-MoE, 2022, §5);
 * tensor parallel: Megatron-LM's columns and rows (Shoeybi et al., 2019, §3): the first matrix after a whole activation
   is cut by its outputs, the next by its inputs; vocabulary tables by rows; data parallel over the other axis.
 """
@@ -16,31 +18,27 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from autopar.cluster import AXIS_NAMES, Cluster, Mesh
 from autopar.errors import PlanError
-from autopar.graph.ir import FactorKind, Graph, Operator, Phase, Value
-from autopar.intra_op.choices import cuttable_factors
-from autopar.intra_op.problem import Port, loop_links
-from autopar.intra_op.restrict import Reach, Restriction
+from autopar.intra_op.restrict import Restriction
 from autopar.plan import Layout
-
-
-@dataclass(frozen=True)
-class Subject:
-    """The program as a method sees it: its graph, which input positions are state, and which are batch."""
-
-    graph: Graph
-    state: tuple[int, ...]
-    batch: tuple[int, ...]
-    examples_dim: int = 0
-    """The dimension of batch leaves along which the examples lie."""
-    received: Reach = field(default_factory=dict)
-    """Of a stage of a pipeline: dimensions tied to the examples, of input values that other stages send."""
+from autopar.reach import (
+    Subject,
+    any_operator,
+    batch_reach,
+    either,
+    expert_cuts,
+    in_pieces,
+    megatron_cuts,
+    narrowing_casts,
+    propagate,
+    split_state,
+    whole_layout,
+)
 
 
 class Method(Protocol):
@@ -104,8 +102,8 @@ class Zero2:
     def restriction(self, subject: Subject, mesh: Mesh) -> Restriction:
         """Batch dimensions are cut, and in the update one dimension of every optimizer state."""
         parameters, optimizer = split_state(subject)
-        whole = {value: _whole(subject.graph.values[value]) for value in parameters}
-        return _pieces(subject, mesh, optimizer, whole, {}, {})
+        whole = {value: whole_layout(subject.graph.values[value]) for value in parameters}
+        return in_pieces(subject, mesh, optimizer, whole, {}, {})
 
 
 @dataclass(frozen=True)
@@ -121,10 +119,47 @@ class Zero3:
     def restriction(self, subject: Subject, mesh: Mesh) -> Restriction:
         """Batch dimensions are cut, and one dimension of every state; the copies for use are whole."""
         parameters, optimizer = split_state(subject)
-        casts = _narrowing_casts(subject, parameters)
+        casts = narrowing_casts(subject, parameters)
         used = [*(value for value in parameters if value not in casts), *itertools.chain(*casts.values())]
-        copies = {value: _whole(subject.graph.values[value]) for value in used}
-        return _pieces(subject, mesh, [*parameters, *optimizer], {}, copies, casts)
+        copies = {value: whole_layout(subject.graph.values[value]) for value in used}
+        return in_pieces(subject, mesh, [*parameters, *optimizer], {}, copies, casts)
+
+
+@dataclass(frozen=True)
+class ExpertParallel:
+    """ZeRO-2 with the experts of a mixture on different devices."""
+
+    name: str = "expert_parallel"
+
+    def meshes(self, cluster: Cluster) -> tuple[Mesh, ...]:
+        """One axis over all devices."""
+        return DataParallel().meshes(cluster)
+
+    def restriction(self, subject: Subject, mesh: Mesh) -> Restriction:
+        """As ZeRO-2, with parameters and optimizer state of experts cut by the number of the expert.
+
+        Raises ``PlanError`` for a program without experts whose number divides over the devices.
+        """
+        size = mesh.axis_size("data")
+        experts = expert_cuts(subject, size)
+        if not experts:
+            raise PlanError(
+                f"method='expert_parallel' finds no parameters of as many experts as divide over {size} devices: weights with "
+                "a dimension that the other factor of their product has as well; use another method"
+            )
+        parameters, optimizer = split_state(subject)
+        through = propagate(subject.graph, experts, size, any_operator)
+        own = {}
+        for value in (*experts, *(value for value in optimizer if value in through)):
+            cut = min(experts.get(value, through[value]))
+            own[value] = Layout(
+                tuple(("data",) if dim == cut else () for dim in range(len(subject.graph.values[value].shape)))
+            )
+        whole = {value: whole_layout(subject.graph.values[value]) for value in parameters}
+        rest = [value for value in optimizer if value not in own]
+        base = in_pieces(subject, mesh, rest, {**whole, **own}, own, {})
+        assert base.reach is not None
+        return replace(base, reach={"data": either(base.reach["data"], through)})
 
 
 @dataclass(frozen=True)
@@ -149,7 +184,7 @@ class TensorParallel:
         if "model" not in mesh.axis_names:
             return DataParallel().restriction(subject, mesh)
         seeds = megatron_cuts(subject, mesh.axis_size("model"))
-        reach = propagate(subject.graph, seeds, mesh.axis_size("model"), _is_any)
+        reach = propagate(subject.graph, seeds, mesh.axis_size("model"), any_operator)
         data = {"data": batch_reach(subject, mesh, "data")} if "data" in mesh.axis_names else {}
         pinned = {}
         for position in subject.state:
@@ -185,7 +220,7 @@ HAND_MADE: tuple[Method, ...] = (DataParallel(), Zero2(), Zero3(), TensorParalle
 """The opponents of every benchmark and explanation."""
 
 BY_NAME: dict[str, Method] = {
-    method.name: method for method in (*HAND_MADE, InterOp(), IntraOp(), IntraOp(name="auto"))
+    method.name: method for method in (*HAND_MADE, ExpertParallel(), InterOp(), IntraOp(), IntraOp(name="auto"))
 }
 
 
@@ -218,240 +253,3 @@ def mesh_of(shape: tuple[int, ...], cluster: Cluster) -> Mesh:
     named = [(name, size) for name, size in zip(AXIS_NAMES, shape, strict=False) if size != 1]
     names, sizes = zip(*(named or [("data", 1)]), strict=True)
     return Mesh(names, sizes)
-
-
-# ------------------------------------------------------------------------------------------------ what reaches what
-
-
-def batch_reach(subject: Subject, mesh: Mesh, axis: str) -> Reach:
-    """Dimensions tied to the examples of the batch."""
-    size = mesh.axis_size(axis)
-    graph, dim = subject.graph, subject.examples_dim
-    seeds = {
-        graph.inputs[position]: frozenset((dim,))
-        for position in subject.batch
-        if graph.values[graph.inputs[position]].shape[dim] % size == 0
-    }
-    seeds.update(subject.received)
-    reach = propagate(graph, seeds, size, _is_any)
-    state = {graph.inputs[position] for position in subject.state}
-    return {value: dims for value, dims in reach.items() if value not in state}
-
-
-def split_state(subject: Subject) -> tuple[list[int], list[int]]:
-    """Ranked state values: those that the forward or backward pass reads (parameters), and the others (optimizer)."""
-    read_early = {
-        operand
-        for operator, _ in subject.graph.all_operators()
-        if operator.phase is not Phase.UPDATE
-        for operand in operator.operands
-    }
-    state = [subject.graph.inputs[position] for position in subject.state]
-    ranked = [value for value in state if subject.graph.values[value].shape]
-    return [v for v in ranked if v in read_early], [v for v in ranked if v not in read_early]
-
-
-def _narrowing_casts(subject: Subject, parameters: Collection[int]) -> dict[int, list[int]]:
-    """Of the parameters that the passes read in narrower types only: what they are cast to."""
-    casts: dict[int, list[int]] = defaultdict(list)
-    others: set[int] = set()
-    values, known = subject.graph.values, frozenset(parameters)
-    for operator in subject.graph.operators:
-        for operand in known.intersection(operator.operands) if operator.phase is not Phase.UPDATE else ():
-            is_cast = operator.primitive == "convert_element_type"
-            if is_cast and values[operator.results[0]].size_bytes < values[operand].size_bytes:
-                casts[operand].append(operator.results[0])
-            else:
-                others.add(operand)
-    return {value: narrow for value, narrow in casts.items() if value not in others}
-
-
-def _pieces(
-    subject: Subject,
-    mesh: Mesh,
-    sharded: list[int],
-    pinned: dict[int, Layout],
-    copies: dict[int, Layout],
-    casts: Mapping[int, Sequence[int]],
-) -> Restriction:
-    """Data parallel, with the ``sharded`` states pinned in pieces along their largest dimension that divides.
-
-    What a state is cast to (``casts``) may lie in the same pieces.
-    """
-    size = mesh.axis_size("data")
-    seeds = {}
-    pinned = dict(pinned)
-    for identity in sharded:
-        value = subject.graph.values[identity]
-        dims = [dim for dim, extent in enumerate(value.shape) if extent % size == 0]
-        if dims:
-            dim = max(dims, key=lambda d: value.shape[d])
-            seeds[identity] = frozenset((dim,))
-            pinned[identity] = Layout(tuple(("data",) if d == dim else () for d in range(len(value.shape))))
-    updates = propagate(subject.graph, seeds, size, _is_update_or_gradient)
-    batch = batch_reach(subject, mesh, "data")
-    merged: dict[int, frozenset[int]] = defaultdict(frozenset)
-    narrow = {value: seeds[state] for state, values in casts.items() if state in seeds for value in values}
-    for reach in (batch, updates, narrow):
-        for reached, tied in reach.items():
-            merged[reached] |= tied
-    return Restriction(pinned=pinned, pinned_copies=copies, reach={"data": merged})
-
-
-GRADIENT_ROUTES = frozenset({"transpose", "reshape", "convert_element_type", "add_any", "neg", "squeeze", "copy"})
-"""Backward operators that lead from the product that makes a gradient to the update."""
-
-
-def _is_any(operator: Operator) -> bool:
-    return True
-
-
-def _is_update_or_gradient(operator: Operator) -> bool:
-    on_the_way = operator.phase is Phase.BACKWARD and operator.primitive in GRADIENT_ROUTES
-    return operator.phase is Phase.UPDATE or on_the_way
-
-
-def propagate(graph: Graph, seeds: Reach, size: int, through: Callable[[Operator], bool]) -> Reach:
-    """Dimensions tied to the seeds' by parallel factors of the operators of one choice, to a fixed point."""
-    reached: dict[int, frozenset[int]] = dict(seeds)
-    operators = [operator for operator, _ in graph.all_operators() if through(operator)]
-    changed = True
-    while changed:
-        changed = False
-        for operator in (*operators, *reversed(operators)):
-            changed |= _spread_links(operator, reached) if operator.bodies else _spread(operator, reached, size)
-    return reached
-
-
-def _arrays(operator: Operator) -> Iterable[tuple[int, tuple[tuple[int, ...], ...]]]:
-    for operand, mapping in zip(operator.operands, operator.rule.operands, strict=True):
-        if operand is not None:
-            yield operand, mapping
-    yield from zip(operator.results, operator.rule.results, strict=True)
-
-
-def _spread(operator: Operator, reached: dict[int, frozenset[int]], size: int) -> bool:
-    rule = operator.rule
-    usable = {
-        number
-        for number in cuttable_factors(rule)
-        if rule.factors[number].kind is FactorKind.PARALLEL and rule.factors[number].size % size == 0
-    }
-    hit = {
-        mapping[dim][0]
-        for value, mapping in _arrays(operator)
-        for dim in reached.get(value, ())
-        if mapping[dim] and mapping[dim][0] in usable
-    }
-    changed = False
-    for value, mapping in _arrays(operator):
-        dims = frozenset(dim for dim, factors in enumerate(mapping) if factors and factors[0] in hit)
-        if dims and value not in reached:
-            reached[value] = dims
-            changed = True
-    return changed
-
-
-def _spread_links(operator: Operator, reached: dict[int, frozenset[int]]) -> bool:
-    """Across the borders of loops, both ways; a sliced array loses its leading dimension."""
-    changed = False
-    for link in loop_links(operator):
-        shift = (link.target_port is Port.STACKED) - (link.source_port is Port.STACKED)
-        for here, there, by in ((link.source, link.target, -shift), (link.target, link.source, shift)):
-            dims = frozenset(dim + by for dim in reached.get(here, ()) if dim + by >= 0)
-            if dims and there not in reached:
-                reached[there] = dims
-                changed = True
-    return changed
-
-
-def megatron_cuts(subject: Subject, size: int) -> Reach:
-    """Which dimension of each parameter Megatron-LM would cut over ``size`` devices (see the module docstring)."""
-    graph = subject.graph
-    parameters, _ = split_state(subject)
-    origin: dict[int, tuple[int, tuple[int, ...]]] = {
-        value: (value, tuple(range(len(graph.values[value].shape)))) for value in parameters
-    }
-    cuts: dict[int, frozenset[int]] = {}
-    active: dict[int, frozenset[int]] = {}
-    for operator, _ in graph.all_operators():
-        if operator.bodies:  # of any phase: a loop over microbatches holds the forward pass and more
-            _enter_bodies(operator, origin)
-            continue
-        if operator.phase is not Phase.FORWARD:
-            continue
-        _track_origin(operator, origin)
-        _cut_weights(operator, origin, cuts, active, size)
-        _spread(operator, active, size)
-    return cuts
-
-
-def _enter_bodies(operator: Operator, origin: dict[int, tuple[int, tuple[int, ...]]]) -> None:
-    for link in loop_links(operator):
-        if link.source in origin and not link.inside:
-            parameter, dims = origin[link.source]
-            origin[link.target] = (parameter, dims[1:] if link.target_port is Port.STACKED else dims)
-
-
-def _track_origin(operator: Operator, origin: dict[int, tuple[int, tuple[int, ...]]]) -> None:
-    """A cast, transposition or the like of a parameter is still that parameter."""
-    ranked = [k for k, operand in enumerate(operator.operands) if operand is not None]
-    if len(ranked) != 1 or len(operator.results) != 1 or operator.operands[ranked[0]] not in origin:
-        return
-    source, target = operator.rule.operands[ranked[0]], operator.rule.results[0]
-    operand = operator.operands[ranked[0]]
-    assert operand is not None
-    parameter, dims = origin[operand]
-    place = {factors[0]: dim for dim, factors in zip(dims, source, strict=True) if len(factors) == 1}
-    if all(len(factors) == 1 and factors[0] in place for factors in target):
-        origin[operator.results[0]] = (parameter, tuple(place[factors[0]] for factors in target))
-
-
-def _cut_weights(
-    operator: Operator,
-    origin: dict[int, tuple[int, tuple[int, ...]]],
-    cuts: dict[int, frozenset[int]],
-    active: dict[int, frozenset[int]],
-    size: int,
-) -> None:
-    rule = operator.rule
-    if operator.primitive not in ("dot_general", "gather"):
-        return
-    usable = [f for f in cuttable_factors(rule) if rule.factors[f].size % size == 0]
-    for position, operand in enumerate(operator.operands):
-        if operand is None or operand not in origin or len(operator.operands) != 2:
-            continue
-        other = 1 - position
-        rows = _rows_are_cut(operator, other, active)
-        kinds = (FactorKind.SUM,) if rows else (FactorKind.PARALLEL, FactorKind.LOOKUP)
-        if operator.primitive == "gather":
-            kinds = (FactorKind.LOOKUP,)
-        carried_by_other = {factors[0] for factors in rule.operands[other] if factors}
-        mapping = rule.operands[position]
-        parameter, dims = origin[operand]
-        for dim, factors in zip(dims, mapping, strict=True):
-            if not factors or factors[0] not in usable or rule.factors[factors[0]].kind not in kinds:
-                continue
-            if not rows and factors[0] in carried_by_other:
-                continue
-            cuts.setdefault(parameter, frozenset((dim,)))
-            if cuts[parameter] == frozenset((dim,)) and not rows:
-                mark = frozenset(d for d, carried in enumerate(rule.results[0]) if carried and carried[0] == factors[0])
-                if mark:
-                    active[operator.results[0]] = mark
-            break
-
-
-def _rows_are_cut(operator: Operator, activation: int, active: dict[int, frozenset[int]]) -> bool:
-    operand = operator.operands[activation]
-    if operand is None:
-        return False
-    mapping = operator.rule.operands[activation]
-    return any(
-        mapping[dim] and operator.rule.factors[mapping[dim][0]].kind is FactorKind.SUM
-        for dim in active.get(operand, frozenset())
-    )
-
-
-def _whole(value: Value) -> Layout:
-    return Layout(((),) * len(value.shape))

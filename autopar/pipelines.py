@@ -48,8 +48,9 @@ from autopar.inter_op.stages import (
 from autopar.intra_op.restrict import Reach, Restriction
 from autopar.intra_op.search import LARGE_OPERATORS, MANY_OPERATORS
 from autopar.likeness import Likeness, StageAsThere, as_there, cuts_as_there
-from autopar.methods import InterOp, IntraOp, Subject, batch_reach, mesh_of, method_of
+from autopar.methods import InterOp, IntraOp, mesh_of, method_of
 from autopar.plan import UNOPENED, Opening, Plan, Schedule, SolverReport
+from autopar.reach import Subject, batch_reach
 from autopar.remat_search import Alike
 from autopar.schedule.orders import OrderFunction, as_entries
 from autopar.schedule.stage_program import Passing, StageProgram

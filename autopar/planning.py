@@ -50,7 +50,7 @@ from autopar.intra_op.search import (
 )
 from autopar.intra_op.within_budget import HOPELESS
 from autopar.likeness import as_there
-from autopar.methods import HAND_MADE, IntraOp, Subject, mesh_of, method_of
+from autopar.methods import HAND_MADE, IntraOp, mesh_of, method_of
 from autopar.microbatch_search import ANY_AXES, MicrobatchSearch
 from autopar.pipelines import (
     best_pipeline,
@@ -65,6 +65,7 @@ from autopar.pipelines import (
     wants_pipeline,
 )
 from autopar.plan import Plan
+from autopar.reach import Subject
 from autopar.remat_search import Alike, Planned, Planners, with_remat
 from autopar.schedule.spmd import output_layouts
 from autopar.subjects import Demands, Rewritings, Subjected

@@ -38,6 +38,7 @@ SAMPLE = (
     ("mlp_nnx", "tensor_parallel"),
     ("llama_nnx", "zero3"),
     ("two_tower", "zero2"),
+    ("moe", "expert_parallel"),
 )
 PRODUCT = tuple((name, method) for name in FAMILIES for method in METHODS)
 

@@ -20,6 +20,7 @@ import autopar
 from autopar.cluster import Cluster
 from autopar.cost_model.collectives import Collective
 from autopar.cost_model.hlo import form_reduce_scatters, parse_module, step_seconds
+from autopar.errors import PlanError
 from autopar.methods import TensorParallel
 from benchmarks.models import build
 
@@ -88,6 +89,63 @@ def test_a_method_communicates_like_plain_jax(method: str) -> None:
         assert mine[kind] == pytest.approx(moved, rel=0.05), (kind, mine, theirs)
     seconds = step_seconds(parse_module(ours.as_text()), cluster).seconds
     assert seconds <= step_seconds(parse_module(reference.as_text()), cluster).seconds * 1.02
+
+
+EXPERTS, PLACES = 8, 4
+
+
+def make_mixture() -> dict[str, Any]:
+    shapes = {"router": (WIDTH, EXPERTS * PLACES), "up": (EXPERTS, WIDTH, HIDDEN), "down": (EXPERTS, HIDDEN, WIDTH)}
+    params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    return {"params": params, "opt": OPTIMIZER.init(params)}
+
+
+def mixture_step(state: dict[str, Any], batch: dict[str, Any]) -> tuple[dict[str, Any], jax.Array]:
+    """Every expert sees sums of the examples of each group, and gives back to them, by their gates."""
+
+    def loss_fn(params: Any) -> jax.Array:
+        x = batch["x"]  # float[groups, places, width]
+        gates = jax.nn.softmax(x @ params["router"]).reshape(*x.shape[:2], EXPERTS, PLACES)
+        slots = jnp.einsum("gsec,gsi->egci", gates, x)
+        inner = jax.nn.relu(jnp.einsum("egci,eio->egco", slots, params["up"]))
+        done = jnp.einsum("egco,eoi->egci", inner, params["down"])
+        return jnp.mean((jnp.einsum("gsec,egci->gsi", gates, done) + x) ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_fn)(state["params"])
+    updates, opt = OPTIMIZER.update(gradients, state["opt"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+
+def test_expert_parallelism_sends_no_more_than_plain_jax_told_so() -> None:
+    """An expert says where experts lie, and that examples are exchanged before and after them."""
+    cluster = Cluster.local()
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]), ("data",), axis_types=(AxisType.Auto,))
+    state, batch = jax.eval_shape(make_mixture), {"x": jax.ShapeDtypeStruct((16, 64, WIDTH), jnp.float32)}
+
+    def spec(path: Any, leaf: Any) -> P:
+        name = jax.tree_util.keystr(path)
+        if "up" in name or "down" in name:
+            return P("data")
+        return P("data") if "router" in name and "opt" in name else P()
+
+    placed = jax.tree_util.tree_map_with_path(lambda path, leaf: NamedSharding(mesh, spec(path, leaf)), state)
+    rows = NamedSharding(mesh, P("data"))
+    jitted = jax.jit(mixture_step, in_shardings=(placed, {"x": rows}), out_shardings=(placed, None), donate_argnums=0)
+    theirs = jitted.lower(state, batch).compile()
+    ours = autopar.parallelize(mixture_step).compile(state, batch, method="expert_parallel", cluster=cluster)
+    assert Collective.ALL_TO_ALL in traffic(ours)
+    sending = [step_seconds(parse_module(one.as_text()), cluster).communication_seconds for one in (ours, theirs)]
+    assert sending[0] <= sending[1] * 1.02, (traffic(ours), traffic(theirs))
+
+
+def test_expert_parallelism_needs_experts() -> None:
+    state, batch = jax.eval_shape(make_state), {"x": jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)}
+    with pytest.raises(PlanError, match="finds no parameters of as many experts as divide over 8 devices"):
+        autopar.parallelize(train_step).plan(state, batch, method="expert_parallel", cluster=Cluster.local())
+    mixture, rows = jax.eval_shape(make_mixture), {"x": jax.ShapeDtypeStruct((18, 64, WIDTH), jnp.float32)}
+    cluster = Cluster.local().replace(devices_per_host=3)
+    with pytest.raises(PlanError, match="divide over 3 devices"):
+        autopar.parallelize(mixture_step).plan(mixture, rows, method="expert_parallel", cluster=cluster)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

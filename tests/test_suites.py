@@ -70,6 +70,19 @@ def test_grids_of_megatron_use_all_devices_and_tensors_stay_in_a_host() -> None:
     assert len(set(found)) == len(found) == 14
 
 
+SPARSE = Cell(Suite.MOE, 4, "toy", 16, PlanFound((StageFound((4, 1), 2),), 1), CELLS[Suite.MOE, 4].measured)
+
+
+def test_deepspeed_keeps_each_expert_on_one_device_and_trains_with_adam() -> None:
+    found = outcome(SPARSE, Asked.DEEPSPEED, cluster_of(4))
+    assert found.plan is not None and found.published == 0.12
+    layouts = dict(zip(found.plan.in_paths, found.plan.in_layouts, strict=True))
+    experts = {path: layout for path, layout in layouts.items() if "'moe'" in path and "router" not in path}
+    moments = [path for path in experts if ".mu" in path]
+    assert moments and all(str(layout.dims[0]) == "('data',)" for layout in experts.values())
+    assert outcome(TOY, Asked.DEEPSPEED, cluster_of(4)).refusal.startswith("experts are asked for")
+
+
 TOY = Cell(
     Suite.WIDE_RESNET,
     4,
@@ -91,6 +104,12 @@ def test_a_published_plan_is_priced_with_its_stages_meshes_and_microbatches() ->
     assert plan == "2 stages on 2, 4 microbatches, 1f1b"
     drawn = picture([found])
     assert "Wide-ResNet" in drawn and drawn.count("<rect") == 3
+
+
+@pytest.mark.parametrize("kind", list(Asked))
+def test_every_kind_of_plan_is_drawn(kind: Asked) -> None:
+    found = outcome(TOY, Asked.PUBLISHED, cluster_of(4))
+    assert picture([dataclasses.replace(found, asked=kind)]).count("<rect") >= 3
 
 
 def test_what_does_not_fit_is_told_with_what_it_needs() -> None:

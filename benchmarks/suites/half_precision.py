@@ -49,6 +49,11 @@ def moe(config: MoEConfig, batch_size: int) -> Model:
     return _model("moe", MoETransformer(config), config.base, optax.adafactor(LEARNING_RATE), batch_size)
 
 
+def moe_with_adam(config: MoEConfig, batch_size: int) -> Model:
+    """The mixture of experts with AdamW, as the artifact trains it with DeepSpeed."""
+    return _model("moe", MoETransformer(config), config.base, optax.adamw(LEARNING_RATE), batch_size)
+
+
 def _model(
     name: str, network: nn.Module, shape: GPTConfig, optimizer: optax.GradientTransformation, batch_size: int
 ) -> Model:

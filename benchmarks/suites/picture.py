@@ -15,6 +15,8 @@ COLOURS = {
     Asked.INTRA_OP: "#c98b2b",
     Asked.INTER_OP: "#8a8a8a",
     Asked.MEGATRON: "#6a9a4a",
+    Asked.DEEPSPEED: "#a0527a",
+    Asked.PP_DP: "#6a9a4a",
 }
 HEIGHT, TOP, BOTTOM, BAR, GAP, LEFT, LABEL = 220, 60, 60, 18, 26, 56, 88  # pixels
 

@@ -21,8 +21,8 @@ from autopar.plan import Plan, Schedule
 from autopar.planning import make_plan
 from autopar.schedule.stage_program import StageProgram
 from autopar.subjects import Demands, as_loop
-from benchmarks.suites.published import Cell, Figure, PlanFound
-from benchmarks.suites.steps import Step, step_of
+from benchmarks.suites.published import Cell, Figure, PlanFound, Suite
+from benchmarks.suites.steps import Step, step_of, step_with_adam
 
 MOST_TENSOR = 8
 """Megatron-LM cuts layers over the devices of one host at most."""
@@ -39,6 +39,7 @@ class Asked(enum.StrEnum):
     INTRA_OP = "intra_op"  # one mesh
     INTER_OP = "inter_op"  # a stage on every device
     MEGATRON = "megatron"  # the best of all grids of data, tensor and pipeline parallelism
+    DEEPSPEED = "deepspeed"  # ZeRO-2 with experts on different devices, trained with Adam
     PP_DP = "pp_dp"  # the best of all grids of data and pipeline parallelism
 
 
@@ -70,6 +71,7 @@ class Outcome:
             Asked.INTRA_OP: measured.intra_only,
             Asked.INTER_OP: measured.inter_only,
             Asked.MEGATRON: measured.rival,
+            Asked.DEEPSPEED: measured.rival,
             Asked.PP_DP: measured.rival,
         }
         return by_kind.get(self.asked, measured.alpa)
@@ -142,6 +144,14 @@ def _on_meshes(found: PlanFound, free: StageDemandsOf) -> StageDemandsOf:
 def _inter_op(cell: Cell, step: Step, cluster: Cluster, report: Callable[[str], None]) -> Plan:
     """A stage on every device, in the microbatches that are fastest."""
     return _best_of(cell, step, cluster, 1, replace(step.free, method="inter_op"), report)
+
+
+def _deepspeed(cell: Cell, step: Step, cluster: Cluster, report: Callable[[str], None]) -> Plan:
+    """Data parallelism over all devices, experts apart, in the microbatches that are fastest."""
+    if cell.suite is not Suite.MOE:
+        raise PlanError("experts are asked for of a model that has none; give --suites moe")
+    asked = replace(step.free, method="expert_parallel")
+    return _best_of(cell, step_with_adam(cell), cluster, cluster.num_devices, asked, report)
 
 
 def _best_grid(most_tensor: int, cell: Cell, step: Step, cluster: Cluster, report: Callable[[str], None]) -> Plan:
@@ -224,6 +234,7 @@ _PLANNERS: dict[Asked, Callable[[Cell, Step, Cluster, Callable[[str], None]], Pl
     Asked.PUBLISHED: _published,
     Asked.INTRA_OP: _intra_op,
     Asked.INTER_OP: _inter_op,
+    Asked.DEEPSPEED: _deepspeed,
     Asked.MEGATRON: partial(_best_grid, MOST_TENSOR),
     Asked.PP_DP: partial(_best_grid, 1),
 }

@@ -124,3 +124,11 @@ def step_of(cell: Cell) -> Step:
             resnet = dataclasses.replace(resnet_config(cell.size), batch_size=cell.batch_size)
             subject = subject_of_model(wide_resnet.model_of(f"wide_resnet-{cell.size}", resnet))
             return Step(subject, product_flops(subject), BatchCoupling.PER_MICROBATCH)
+
+
+def step_with_adam(cell: Cell) -> Step:
+    """The step of a mixture of experts with AdamW."""
+    config = moe_config(cell.size)
+    return Step(
+        subject_of_model(half_precision.moe_with_adam(config, cell.batch_size)), moe_flops(config, cell.batch_size)
+    )
