@@ -518,8 +518,8 @@ def parallelize(function: Callable[..., Any] | None = None, /, **options: Any) -
     Use it bare (``@autopar.parallelize``), with keyword options, or as a call like ``jax.jit``'s with both:
 
     * ``method``: ``"auto"``, ``"intra_op"``, or a plan that an expert would write: ``"data_parallel"``, ``"zero2"``,
-      ``"zero3"``, ``"tensor_parallel"``, or ``"inter_op"``, a pipeline with a stage on every device (where the model has
-      fewer layers, on the next lower power of two of them); or an object of :mod:`autopar.methods`.
+      ``"zero3"``, ``"tensor_parallel"``, ``"expert_parallel"``, or ``"inter_op"``, a pipeline with a stage on every device
+      (where the model has fewer layers, on the next lower power of two of them); or an object of :mod:`autopar.methods`.
     * ``cluster``: the hardware; default ``Cluster.local()``.
     * ``memory_per_device``: bytes that one device may hold; default what the cluster says.
     * ``mesh_shape``: sizes of the logical mesh axes (``"data"``, ``"model"``, ``"extra"``); default all are tried.

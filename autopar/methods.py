@@ -33,6 +33,7 @@ from autopar.reach import (
     either,
     expert_cuts,
     in_pieces,
+    is_update_or_gradient,
     megatron_cuts,
     narrowing_casts,
     propagate,
@@ -127,39 +128,66 @@ class Zero3:
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """ZeRO-2 with the experts of a mixture on different devices."""
+    """ZeRO-2 with the experts of a mixture on different devices, ``expert_size`` of them (None: all).
 
+    Where that is not all, each of the others has the experts of one of these, and they share the optimizer state of them.
+    """
+
+    expert_size: int | None = None
     name: str = "expert_parallel"
 
     def meshes(self, cluster: Cluster) -> tuple[Mesh, ...]:
-        """One axis over all devices."""
-        return DataParallel().meshes(cluster)
+        """One axis over all devices, or data × model with the experts along the second."""
+        count, size = cluster.num_devices, self.expert_size
+        if size is None or size == count:
+            return DataParallel().meshes(cluster)
+        if size < 1 or count % size:
+            raise PlanError(f"expert_size={size} does not divide the {count} devices of {cluster.name}")
+        return (mesh_of((count // size, size), cluster),)
 
     def restriction(self, subject: Subject, mesh: Mesh) -> Restriction:
         """As ZeRO-2, with parameters and optimizer state of experts cut by the number of the expert.
 
-        Raises ``PlanError`` for a program without experts whose number divides over the devices.
+        Raises ``PlanError`` for a program without experts whose number divides over the last axis of the mesh.
         """
-        size = mesh.axis_size("data")
+        *others, last = mesh.axis_names
+        size = mesh.axis_size(last)
         experts = expert_cuts(subject, size)
         if not experts:
             raise PlanError(
                 f"method='expert_parallel' finds no parameters of as many experts as divide over {size} devices: weights with "
-                "a dimension that the other factor of their product has as well; use another method"
+                "a dimension that the other factor of their product has as well; use another method, or one of autopar.methods: "
+                "ExpertParallel(expert_size=…) with a size that divides the number of experts"
             )
         parameters, optimizer = split_state(subject)
         through = propagate(subject.graph, experts, size, any_operator)
-        own = {}
+        used, kept = {}, {}
         for value in (*experts, *(value for value in optimizer if value in through)):
             cut = min(experts.get(value, through[value]))
-            own[value] = Layout(
-                tuple(("data",) if dim == cut else () for dim in range(len(subject.graph.values[value].shape)))
-            )
+            shape = subject.graph.values[value].shape
+            layout = Layout(tuple((last,) if dim == cut else () for dim in range(len(shape))))
+            if value in experts:
+                used[value] = layout
+            else:
+                kept[value] = _in_pieces_too(layout, shape, tuple(others), mesh)
         whole = {value: whole_layout(subject.graph.values[value]) for value in parameters}
-        rest = [value for value in optimizer if value not in own]
-        base = in_pieces(subject, mesh, rest, {**whole, **own}, own, {})
+        rest = [value for value in optimizer if value not in kept]
+        base = in_pieces(subject, mesh, rest, {**whole, **used, **kept}, used, {})
+        pieces = {value: frozenset(dim for dim, axes in enumerate(kept[value].dims) if axes) for value in kept}
+        updates = propagate(subject.graph, pieces, mesh.size, is_update_or_gradient)
         assert base.reach is not None
-        return replace(base, reach={"data": either(base.reach["data"], through)})
+        reach = {axis: either(base.reach[axis], updates) for axis in others}
+        return replace(base, reach={**reach, last: either(base.reach[last], through)})
+
+
+def _in_pieces_too(layout: Layout, shape: tuple[int, ...], axes: tuple[str, ...], mesh: Mesh) -> Layout:
+    """The layout, cut along the other axes as well in the largest dimension that is whole and divides, if there is one."""
+    size = mesh.axis_size(*axes)
+    dims = [dim for dim, cut in enumerate(layout.dims) if not cut and shape[dim] % size == 0]
+    if size == 1 or not dims:
+        return layout
+    largest = max(dims, key=lambda dim: shape[dim])
+    return Layout(tuple(axes if dim == largest else cut for dim, cut in enumerate(layout.dims)))
 
 
 @dataclass(frozen=True)

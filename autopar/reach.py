@@ -83,24 +83,24 @@ def in_pieces(
     copies: dict[int, Layout],
     casts: Mapping[int, Sequence[int]],
 ) -> Restriction:
-    """Data parallel, with the ``sharded`` states pinned in pieces along their largest dimension that divides.
+    """Data parallel over all axes, with the ``sharded`` states pinned in pieces along their largest dimension that divides.
 
     What a state is cast to (``casts``) may lie in the same pieces.
     """
-    size = mesh.axis_size("data")
+    axes = mesh.axis_names
     seeds = {}
     pinned = dict(pinned)
     for identity in sharded:
         value = subject.graph.values[identity]
-        dims = [dim for dim, extent in enumerate(value.shape) if extent % size == 0]
+        dims = [dim for dim, extent in enumerate(value.shape) if extent % mesh.size == 0]
         if dims:
             dim = max(dims, key=lambda d: value.shape[d])
             seeds[identity] = frozenset((dim,))
-            pinned[identity] = Layout(tuple(("data",) if d == dim else () for d in range(len(value.shape))))
-    updates = propagate(subject.graph, seeds, size, is_update_or_gradient)
+            pinned[identity] = Layout(tuple(axes if d == dim else () for d in range(len(value.shape))))
+    updates = propagate(subject.graph, seeds, mesh.size, is_update_or_gradient)
     narrow = {value: seeds[state] for state, values in casts.items() if state in seeds for value in values}
-    reach = either(batch_reach(subject, mesh, "data"), updates, narrow)
-    return Restriction(pinned=pinned, pinned_copies=copies, reach={"data": reach})
+    reach = {axis: either(batch_reach(subject, mesh, axis), updates, narrow) for axis in axes}
+    return Restriction(pinned=pinned, pinned_copies=copies, reach=reach)
 
 
 def either(*reaches: Reach) -> Reach:

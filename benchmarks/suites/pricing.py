@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -15,14 +16,14 @@ from autopar.graph.ir import Graph
 from autopar.graph.roles import Role
 from autopar.inter_op.examples import CoupledBatchError
 from autopar.inter_op.stages import Arrangement, StageDemands, StagePlanner
-from autopar.methods import DataParallel, TensorParallel, mesh_of
+from autopar.methods import DataParallel, ExpertParallel, TensorParallel, mesh_of
 from autopar.pipelines import cuts_for, loop_of, pipeline_task, plan_of_pipeline
 from autopar.plan import Plan, Schedule
 from autopar.planning import make_plan
 from autopar.schedule.stage_program import StageProgram
 from autopar.subjects import Demands, as_loop
 from benchmarks.suites.published import Cell, Figure, PlanFound, Suite
-from benchmarks.suites.steps import Step, step_of, step_with_adam
+from benchmarks.suites.steps import Step, moe_config, step_of, step_with_adam
 
 MOST_TENSOR = 8
 """Megatron-LM cuts layers over the devices of one host at most."""
@@ -150,7 +151,11 @@ def _deepspeed(cell: Cell, step: Step, cluster: Cluster, report: Callable[[str],
     """Data parallelism over all devices, experts apart, in the microbatches that are fastest."""
     if cell.suite is not Suite.MOE:
         raise PlanError("experts are asked for of a model that has none; give --suites moe")
-    asked = replace(step.free, method="expert_parallel")
+    devices = cluster.num_devices
+    apart = math.gcd(
+        moe_config(cell.size).experts, devices
+    )  # where experts are no multiple, fewer devices have them apart
+    asked = replace(step.free, method=ExpertParallel(apart))
     return _best_of(cell, step_with_adam(cell), cluster, cluster.num_devices, asked, report)
 
 
