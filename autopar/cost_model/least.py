@@ -1,9 +1,9 @@
 """How soon can a step of given stages be done at all, whatever the order of their tasks?
 
-The first microbatch comes to stage s at a_s or later, and mesh r, whose first stage that is, works through all its tasks one
-after the other from then on, but for what it does once before them (e, for gathered parameters).  With f the seconds of a
-stage's forward pass, F, B and U those of a mesh's own passes and of its update, each at the speed at which the mesh works while
-the others idle,
+The first microbatch comes to stage s at a_s or later.  If s is the first stage of mesh r, that mesh works through all its tasks
+one after the other from then on, but for what it does once before them (e seconds, as for parameters that are gathered).  With
+f the seconds of a stage's forward pass, F, B and U those of a mesh's own passes and of its update, each at the speed at which
+the mesh works while the others idle,
 
     a_0 = 0    a_{s+1} = max(a_s, e_s) + f_s        T ≥ max_r ( max(a_s, e_s) + N (F_r + B_r) + U_r )
 

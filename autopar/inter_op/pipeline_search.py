@@ -177,6 +177,7 @@ class _Search:
         """``at_least`` is the number of layers that are looked for."""
         self._tasks, self._counts, self._wanted = tasks, sorted(counts), wanted
         self._enough = self._enough_whole = to_beat_seconds
+        """What is to be beaten; without pipelines tried with the gradients of weights apart, which bounds do not allow for."""
         self._at_least = at_least
         self._estimated_count = estimated_count
         self._best: PipelineFound | None = None
@@ -270,7 +271,8 @@ class _Search:
         is_fastest = candidate is not None and candidate.step_seconds < self._enough * (1 - 1e-9)
         if candidate is not None and is_fastest:
             self._best, self._enough = candidate, candidate.step_seconds
-        if candidate is not None and candidate.arrangement.schedule not in SPLIT_SCHEDULES:
+        is_asked_for = self._wanted.schedule is not None
+        if candidate is not None and (is_asked_for or candidate.arrangement.schedule not in SPLIT_SCHEDULES):
             self._enough_whole = min(self._enough_whole, candidate.step_seconds)
         return is_fastest
 
