@@ -4,8 +4,8 @@
 
 One model of eight equal blocks, four hosts of one device each (described, not at hand), four microbatches.  For each link
 between hosts, and each schedule alone: the fastest pipeline under it, its simulated step, what meshes idle in the mean, and
-the bytes of the fullest device.  The row ``auto`` is what the planner chooses with all of them at hand but ``zb_h2``, which
-it does not try unasked: its seconds are the least of these, and the schedule it names says which one was worth its price.
+the bytes of the fullest device.  The row ``auto`` is what the planner chooses with all of them at hand: its seconds are the
+least of these, and the schedule it names says which one was worth its price.
 
 With ``--clock`` each schedule also runs on two virtual devices of this machine, in turn with the others: medians of steps beside
 the simulated ones.  Stages share the machine's cores there, so a shorter bubble saves less than on devices of their own.

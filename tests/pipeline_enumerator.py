@@ -39,7 +39,14 @@ from autopar.schedule.stage_program import StageProgram
 from benchmarks.models import Batch, Model
 from tests.toy_pipelines import Step, step_of
 
-SEVERAL = (Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.EAGER_ONE_F_ONE_B, Schedule.ZERO_BUBBLE_H1)
+SEVERAL = (
+    Schedule.GPIPE,
+    Schedule.ONE_F_ONE_B,
+    Schedule.EAGER_ONE_F_ONE_B,
+    Schedule.ZERO_BUBBLE_H1,
+    Schedule.ZERO_BUBBLE_H2,
+)
+SPLIT = (Schedule.ZERO_BUBBLE_H1, Schedule.ZERO_BUBBLE_H2)
 MAX_AXES = 2
 
 
@@ -200,7 +207,7 @@ class _Referee:
         ):
             part = _part(self._case.cluster, run)
             key = (candidate.cuts, number, part, mesh)
-            splits_backward = candidate.schedule is Schedule.ZERO_BUBBLE_H1
+            splits_backward = candidate.schedule in SPLIT
             if (*key, splits_backward) not in self._lowered:
                 if key not in self._solved:
                     self._solved[key] = self._solve(program, part, mesh)

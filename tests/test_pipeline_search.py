@@ -16,9 +16,9 @@ from autopar.inter_op.pipeline_search import Wanted, search_pipelines
 from autopar.inter_op.stages import Arrangement, PipelineFound, PipelineTask, StagePlanner
 from autopar.intra_op.search import Ground
 from autopar.plan import Schedule
-from autopar.schedule.orders import Order
+from autopar.schedule.orders import Order, OrderFunction
 from benchmarks.models import build
-from tests.pipeline_enumerator import Best, Case, best_of, cases, cluster_of, device_runs, mlp
+from tests.pipeline_enumerator import SEVERAL, Best, Case, best_of, cases, cluster_of, device_runs, mlp
 from tests.pipelines import folded
 from tests.toy_runs import eight_slow_devices
 
@@ -82,7 +82,7 @@ def test_pipelines_win_where_the_network_is_slow_and_only_there() -> None:
 
 
 def test_no_pipeline_keeps_a_budget_that_is_too_small() -> None:
-    with pytest.raises(ValueError, match="none of 28 pipelines"):
+    with pytest.raises(ValueError, match="none of 34 pipelines"):
         best_of(replace(CASES[SLOW], budget_bytes=60_000))
 
 
@@ -147,6 +147,8 @@ def found_for(case: Case, wanted: Wanted, budget_bytes: float = float("inf")) ->
 
 DEALT, ALONE = Wanted(schedule=Schedule.INTERLEAVED_ONE_F_ONE_B), Wanted(stages_per_mesh=1)
 PLAIN = Wanted(schedule=Schedule.ONE_F_ONE_B)
+SLOW_NETWORK = 3e5
+"""Bytes per second between hosts: a message takes half as long as a forward pass of two layers."""
 
 
 def test_stages_are_dealt_where_that_pays_and_only_there() -> None:
@@ -171,6 +173,70 @@ def test_weights_are_apart_where_that_pays_and_memory_allows() -> None:
     lean = found_for(near, ALONE, held)
     assert lean.arrangement.schedule is not Schedule.ZERO_BUBBLE_H1 and max(lean.simulation.peak_bytes) <= held
     assert found_for(eight_layers(3e-2), ALONE).arrangement.schedule is not Schedule.ZERO_BUBBLE_H1
+
+
+def on_four_hosts(bytes_per_second: float) -> Case:
+    """Eight microbatches on four devices, each behind a network card of its own."""
+    return replace(eight_layers(1e-5), cluster=cluster_of(4, 1, network=bytes_per_second), microbatches=(8,))
+
+
+def test_weights_are_put_off_further_where_messages_are_slow_and_memory_allows() -> None:
+    slow = on_four_hosts(SLOW_NETWORK)
+    free, h1 = found_for(slow, Wanted()), found_for(slow, Wanted(schedule=Schedule.ZERO_BUBBLE_H1))
+    assert free.arrangement.schedule is Schedule.ZERO_BUBBLE_H2
+    assert free.step_seconds < 0.95 * h1.step_seconds
+    for schedule in (Schedule.ZERO_BUBBLE_H2, Schedule.EAGER_ONE_F_ONE_B, Schedule.INTERLEAVED_ONE_F_ONE_B):
+        assert free.step_seconds <= found_for(slow, Wanted(schedule=schedule)).step_seconds
+    held, less = max(free.simulation.peak_bytes), max(h1.simulation.peak_bytes)
+    assert less < held
+    lean = found_for(slow, Wanted(), (less + held) / 2)
+    assert lean.arrangement.schedule is not Schedule.ZERO_BUBBLE_H2 and lean.step_seconds > free.step_seconds
+    assert max(lean.simulation.peak_bytes) <= (less + held) / 2
+
+
+def test_weights_are_put_off_further_only_where_something_may_be_left_to_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where ZB-H1 leaves no bubble but the first forward pass, and not where it exceeds the budget."""
+    tried: list[object] = []
+    under = StagePlanner.under
+
+    def watched(self: StagePlanner, found: PipelineFound, schedule: Schedule | OrderFunction) -> PipelineFound | None:
+        tried.append(schedule)
+        return under(self, found, schedule)
+
+    monkeypatch.setattr(StagePlanner, "under", watched)
+    near, slow = eight_layers(1e-5), on_four_hosts(SLOW_NETWORK)
+    assert found_for(near, ALONE).arrangement.schedule is Schedule.ZERO_BUBBLE_H1
+    assert Schedule.ZERO_BUBBLE_H1 in tried and Schedule.ZERO_BUBBLE_H2 not in tried
+    plain = found_for(slow, PLAIN)
+    tried.clear()
+    found_for(slow, Wanted(4, stages_per_mesh=1), max(plain.simulation.peak_bytes))
+    assert Schedule.ZERO_BUBBLE_H1 in tried and Schedule.ZERO_BUBBLE_H2 not in tried
+    tried.clear()
+    found_for(slow, Wanted(4, stages_per_mesh=1))
+    assert Schedule.ZERO_BUBBLE_H2 in tried
+
+
+@pytest.mark.parametrize("shared_by", [1, 4])
+@pytest.mark.parametrize(
+    ("hosts", "devices_per_host", "sizes"), [(4, 1, (1, 1, 1, 1)), (1, 3, (1, 2)), (2, 2, (2, 1, 1))]
+)
+def test_no_schedule_is_faster_than_the_work(
+    hosts: int, devices_per_host: int, sizes: tuple[int, ...], shared_by: int
+) -> None:
+    """Nearly met where messages cost nothing; what is done before the first microbatch waits for none."""
+    cluster = replace(cluster_of(hosts, devices_per_host, network=1e9), compute_shared_by=shared_by)
+    case = replace(eight_layers(1e-5), cluster=cluster)
+    step = case.step(8)
+    planner = StagePlanner(step.task(cluster))
+    ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
+    devices = tuple(tuple(range(end - size, end)) for size, end in zip(sizes, ends, strict=True))
+    for first in (1, 2, 4):
+        cuts = case.boundaries(step)[first - 1 : first + len(sizes) - 2]
+        plain = planner.plan(Arrangement(cuts, devices, Schedule.ONE_F_ONE_B))
+        found = [under for schedule in SEVERAL if (under := planner.under(plain, schedule))]
+        least, soonest = plain.least_seconds, min(one.step_seconds for one in found)
+        assert len(found) == len(SEVERAL) and least <= soonest * (1 + ALIKE)
+        assert least >= 0.9 * soonest / shared_by
 
 
 def test_all_stages_of_a_mesh_are_held_to_the_budget() -> None:

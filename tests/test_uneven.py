@@ -248,11 +248,12 @@ def test_the_faster_kind_gets_more_layers() -> None:
 
 
 def test_each_kind_keeps_its_own_memory() -> None:
+    """With so little memory no schedule has room for the same layers."""
     free = {row.kind: row for row in planned(two_kinds()).stages}
     held = free["fast"].peak_bytes
-    lean = planned(two_kinds(memory_bytes=held * 3 // 4))
+    lean = planned(two_kinds(memory_bytes=held * 2 // 3))
     for row in lean.stages:
-        assert row.peak_bytes <= row.budget_bytes == (held * 3 // 4 if row.kind == "fast" else 2**30)
+        assert row.peak_bytes <= row.budget_bytes == (held * 2 // 3 if row.kind == "fast" else 2**30)
     assert {row.kind: row.num_operators for row in lean.stages}["fast"] < free["fast"].num_operators
 
 

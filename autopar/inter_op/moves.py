@@ -7,8 +7,9 @@ devices there are many of nearly that bound, and the simulator may like another 
     shift    a stage gives devices to its neighbour, or leaves them idle, or takes idle ones
     merge    neighbouring stages become one
     split    a stage becomes two
+    slide    a stage that begins inside a host begins with the next one, so that a network card has less to send
 
-and every stage then lies as near to the first device as it fits.
+and every stage then lies as near to the first device, or behind a slide to the beginning of its host, as it fits.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def near(
         sizes = [size for _, size in other]
         if len(other) > 1 and allowed.issuperset(sizes) and (where := placed(sizes, cluster)):
             yield tuple(sum(layers for layers, _ in other[: k + 1]) for k in range(len(other))), where
+    yield from ((tuple(ends), where) for where in _slides(places, cluster))
 
 
 def _swaps(runs: Runs) -> Iterator[Runs]:
@@ -63,3 +65,11 @@ def _splits(runs: Runs) -> Iterator[Runs]:
             for own in {size // 2, -(-size // 2)}:
                 if 0 < first < layers and 0 < own < size:
                     yield (*runs[:k], (first, own), (layers - first, size - own), *runs[k + 1 :])
+
+
+def _slides(places: Sequence[tuple[int, ...]], cluster: Cluster) -> Iterator[tuple[tuple[int, ...], ...]]:
+    for k, own in enumerate(places):
+        if own[0] % cluster.devices_per_host:
+            start = (own[0] // cluster.devices_per_host + 1) * cluster.devices_per_host
+            if behind := placed([len(one) for one in places[k:]], cluster, start):
+                yield (*places[:k], *behind)

@@ -13,8 +13,11 @@ layer earlier or later, and to lie on their other meshes.
 
 Behind these come stages that are dealt round (:mod:`autopar.inter_op.dealing`), where even with all messages hidden, and the
 bubble as short as it then is, they would be faster than the best pipeline so far.  What they save, a part of the bubble, they
-pay with messages; the simulator says whether that was worth it.  At the very end the fastest pipelines are tried with the
-gradients of weights apart (ZB-H1), which takes executables of their own, so that only few are.
+pay with messages; the simulator says whether that was worth it.
+
+Pipelines of a stage on each mesh are also tried with the gradients of weights apart: ZB-H1, then ZB-H2, which holds more.  That
+takes executables of their own, so it is left where the work alone takes too long (:mod:`autopar.cost_model.least`), and where
+ZB-H1 exceeds the budget; of a large program only the fastest pipeline is tried so, at the very end.
 """
 
 from __future__ import annotations
@@ -80,11 +83,11 @@ MOST_DEALT = 3
 MOST_STAGES_PER_MESH = 4
 """The planner itself deals so many stages to a mesh at most."""
 
-MOST_SPLIT = 4
-"""So many of the fastest pipelines are tried with the gradients of weights apart; of a large program one."""
-
 SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.EAGER_ONE_F_ONE_B, Schedule.GPIPE)
 """Stages are laid out for the first, which holds least; of equals the first is kept."""
+
+SPLIT_SCHEDULES = (Schedule.ZERO_BUBBLE_H1, Schedule.ZERO_BUBBLE_H2)
+"""With the gradients of weights apart; on every mesh the second holds as many microbatches as the first, or more."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +176,8 @@ class _Search:
     ) -> None:
         """``at_least`` is the number of layers that are looked for."""
         self._tasks, self._counts, self._wanted = tasks, sorted(counts), wanted
-        self._enough = to_beat_seconds
+        self._enough = self._enough_whole = to_beat_seconds
+        """What is to be beaten; without pipelines tried with the gradients of weights apart, which bounds do not allow for."""
         self._at_least = at_least
         self._estimated_count = estimated_count
         self._best: PipelineFound | None = None
@@ -224,7 +228,7 @@ class _Search:
             self._walk([one for one in groupings if max(map(len, one.devices)) == 1])
         nearly = NEARLY if self.is_small else NEARLY_LARGE
         for grouping in groupings:
-            if len(self._planned) >= most or grouping.bound_seconds > nearly * self._enough:
+            if len(self._planned) >= most or grouping.bound_seconds > nearly * self._enough_whole:
                 break
             if self._best is not None and grouping.bound_seconds > (1 - LARGE_WORTH_SHARE) * self._least_seconds:
                 break
@@ -236,25 +240,40 @@ class _Search:
             self._climb()
             self._best = self._planner(self._best.count).refined(self._best)
             self._enough = self._best.step_seconds
-        if self._wanted.schedule is None and self._wanted.may_be_alone:
-            self._split_backward(MOST_SPLIT if self.is_small else 1)
+        if not self.is_small:
+            self._split_fastest()
         if self._best is None and self._refusal is not None and self._enough == float("inf"):
             raise self._refusal
         return self._best
 
-    def _split_backward(self, most: int) -> None:
-        """Try the fastest pipelines of a stage on each mesh with the gradients of weights apart."""
+    def _split_fastest(self) -> None:
+        """Try the fastest pipeline of a stage on each mesh with the gradients of weights apart."""
         known = [] if self._best is None else [self._best]
         known += sorted(self._fastest, key=lambda one: one.step_seconds)
-        alone = [one for one in known if len(one.arrangement.sharing) == len(one.arrangement.devices)]
-        for one in alone[:most]:
-            self._take(self._planner(one.count).under(one, Schedule.ZERO_BUBBLE_H1))
+        alone = next((one for one in known if one.is_alone), None)
+        for candidate in self._split(alone) if alone is not None else ():
+            self._take(candidate)
+
+    def _split(self, found: PipelineFound) -> Iterator[PipelineFound]:
+        """The pipeline with the gradients of weights apart, as long as memory allows and the work may be done soon enough."""
+        if self._wanted.schedule is not None or not found.is_alone:
+            return
+        worth_share = self._tasks(found.count).worth_share
+        for schedule in SPLIT_SCHEDULES:
+            if found.least_seconds >= (1 - worth_share) * self._enough:
+                return
+            if (candidate := self._planner(found.count).under(found, schedule)) is None:
+                return
+            yield candidate
 
     def _take(self, candidate: PipelineFound | None) -> bool:
         """Keep a pipeline if it is the fastest; whether it is."""
         is_fastest = candidate is not None and candidate.step_seconds < self._enough * (1 - 1e-9)
         if candidate is not None and is_fastest:
             self._best, self._enough = candidate, candidate.step_seconds
+        is_asked_for = self._wanted.schedule is not None
+        if candidate is not None and (is_asked_for or candidate.arrangement.schedule not in SPLIT_SCHEDULES):
+            self._enough_whole = min(self._enough_whole, candidate.step_seconds)
         return is_fastest
 
     def _deal(self, most: int, nearly: float) -> None:
@@ -267,7 +286,7 @@ class _Search:
         if not self.is_small and self._grouping is not None:
             alone_seconds = (1 - LARGE_WORTH_SHARE) * self._grouping.bound_seconds
         for grouping in groupings:
-            is_hopeful = grouping.least_seconds < self._enough and grouping.bound_seconds <= nearly * self._enough
+            is_hopeful = grouping.least_seconds < self._enough and grouping.bound_seconds <= nearly * self._enough_whole
             is_hopeful = is_hopeful and grouping.bound_seconds < alone_seconds  # both are estimates of the same kind
             if is_hopeful and len(self._planned) - before < most:
                 self._plan(grouping)
@@ -356,7 +375,7 @@ class _Search:
         for ends, places in near(grouping.ends, tuple(map(order.places, grouping.devices)), order.cluster):
             if self._wanted.num_stages in (None, len(ends)):
                 other = given_grouping(estimates, grouping.count, ends, places)
-                if other is not None and other.bound_seconds <= NEARLY * self._enough:
+                if other is not None and other.bound_seconds <= NEARLY * self._enough_whole:
                     self._plan(other)
 
     def _layers(self, count: int) -> tuple[int, ...]:
@@ -466,7 +485,8 @@ class _Search:
             if schedule is not found.arrangement.schedule and planner.may_be_faster(found, schedule)
         ]
         self._fastest.append(found)
-        for candidate in (found, *(planner.under(found, schedule) for schedule in others)):
+        whole = (found, *(planner.under(found, schedule) for schedule in others))
+        for candidate in itertools.chain(whole, self._split(found) if self.is_small else ()):
             if self._take(candidate):
                 self._grouping = grouping
         return True

@@ -183,10 +183,9 @@ def ends_before(start: int, cluster: Cluster) -> Iterator[int]:
         yield from range(start - 1, start - cluster.devices_per_host, -1)
 
 
-def placed(sizes: Sequence[int], cluster: Cluster) -> tuple[tuple[int, ...], ...] | None:
-    """The devices of meshes of these sizes, each as near to the first device as it fits; None if there are too few."""
+def placed(sizes: Sequence[int], cluster: Cluster, start: int = 0) -> tuple[tuple[int, ...], ...] | None:
+    """The devices of meshes of these sizes, each as near to device ``start`` as it fits; None if there are too few."""
     found: list[tuple[int, ...]] = []
-    start = 0
     for size in sizes:
         while start + size <= cluster.num_devices and not fits_hosts(start, size, cluster):
             start += 1

@@ -17,6 +17,8 @@ from functools import cached_property
 
 from autopar.cluster import Cluster, Mesh
 from autopar.cost_model.forecast import Forecast, Rehearsal, forecast, lean_count, rehearsed_counts
+from autopar.cost_model.least import least_seconds
+from autopar.cost_model.machine import make_machine
 from autopar.cost_model.pipeline import StageCost, row_bytes, simulate_pipeline, stage_cost, transfers_of
 from autopar.cost_model.simulate import Simulation
 from autopar.errors import BudgetError, PlanError
@@ -163,6 +165,17 @@ class PipelineFound:
     def step_seconds(self) -> float:
         """Predicted seconds of a step."""
         return self.forecast.step_seconds
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether every stage has a mesh of its own."""
+        return len(self.arrangement.sharing) == len(self.arrangement.devices)
+
+    @property
+    def least_seconds(self) -> float:
+        """What a step takes at least, under whatever schedule."""
+        meshes = [self.arrangement.devices[stages[0]] for stages in self.arrangement.sharing]
+        return least_seconds(self.costs, self.homes, self.count, make_machine(self.cluster, meshes))
 
     @property
     def order(self) -> Order:
