@@ -13,8 +13,9 @@ from autopar.errors import ClusterError
 from autopar.files import Header, write_atomically
 
 _FILE_FORMAT = "autopar-cluster"
-_FILE_VERSION = 3
-_READ_VERSIONS = (1, 2, 3)  # the first knows no differences between hosts, the second no link to their memory
+_FILE_VERSION = 4
+_READ_VERSIONS = (1, 2, 3, 4)
+"""The first knows no differences between hosts, the second no link to their memory, the third no hiding."""
 _Made = TypeVar("_Made")
 
 
@@ -37,6 +38,7 @@ class _Device(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     memory_bytes: int
     memory_bytes_per_second: float
     source: str = ""
+    hides_collectives: bool = False
 
 
 class _HostDevice(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -123,6 +125,7 @@ def _from_kind(kind: DeviceKind) -> _Device:
         memory_bytes=kind.memory_bytes,
         memory_bytes_per_second=kind.memory_bytes_per_second,
         source=kind.source,
+        hides_collectives=kind.hides_collectives,
     )
 
 

@@ -152,6 +152,9 @@ def test_nodes_of_a_ray_cluster_with_gpus_of_two_kinds() -> None:
 
 def test_files_of_the_versions_before_are_read(tmp_path: Path) -> None:
     path, content = stored(tmp_path)
+    del content["cluster"]["device"]["hides_collectives"]
+    path.write_text(json.dumps(content | {"version": 3}))
+    assert Cluster.from_file(path) == TOY
     del content["cluster"]["host_memory_link"]
     path.write_text(json.dumps(content | {"version": 2}))
     assert Cluster.from_file(path) == TOY
@@ -434,6 +437,8 @@ kinds = st.builds(
     st.dictionaries(st.text(), numbers, min_size=1),
     st.integers(1, 1 << 62),
     numbers,
+    st.text(),
+    st.booleans(),
 )
 counts = st.integers(1, 1 << 40)
 
@@ -495,7 +500,7 @@ def test_numbers_that_are_none(literal: str, tmp_path: Path) -> None:
         (("cluster", "device", "flops_per_second"), {}, r"\$\.cluster\.device: .*at least one dtype"),
         (("cluster", "device", "memory_bytes"), 0, r"\$\.cluster\.device: memory_bytes"),
         (("format",), "alpa", r"\$\.format is 'alpa'.*not a cluster file"),
-        (("version",), 4, r"\$\.version is 4, .*reads 1 to 3"),
+        (("version",), 5, r"\$\.version is 5, .*reads 1 to 4"),
         (
             ("cluster", "host_memory_link"),
             LINK | {"shared_by": 0},
