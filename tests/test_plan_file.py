@@ -45,7 +45,7 @@ def make_plan(stage: Stage, **changes: Any) -> Plan:
         out_paths=("[0]['w']",),
         in_layouts=(BOTH, ROWS),
         out_layouts=(BOTH,),
-        prediction=Prediction(0.1, 0.2, 0.05, 1e12, 3e9, (use,), memory, hidden_seconds=0.15),
+        prediction=Prediction(0.1, 0.2, 0.05, 1e12, 3e9, (use,), memory),
         solver=SolverReport(168797, 12000, 6.5, 0.0, ("data=2 × model=4", "data=8")),
     )
     return dataclasses.replace(plan, **changes)
@@ -86,13 +86,16 @@ def test_round_trip(tmp_path: Path) -> None:
     assert repr(back) == repr(TOY)
     assert dict(back.stages[0].homes) == dict(TOY.stages[0].homes)
     assert back.stages[0].copies == {9: ROWS}
+    hiding = dataclasses.replace(TOY, prediction=dataclasses.replace(TOY.prediction, hidden_seconds=0.125))
+    hiding.save(path)
+    assert Plan.load(path) == hiding != TOY
     assert back.stages[0].strategies == TOY.stages[0].strategies
     assert list(tmp_path.iterdir()) == [path], "no temporary file is left"
 
 
 def test_entries_stand_in_the_tables_once(tmp_path: Path) -> None:
     content = stored(TOY, tmp_path / "plan.json")
-    assert (content["format"], content["version"]) == ("autopar.plan", 7)
+    assert (content["format"], content["version"]) == ("autopar.plan", 8)
     plan = content["plan"]
     assert plan["layouts"] == [
         {"dims": [["data", "model"], []], "partial": []},

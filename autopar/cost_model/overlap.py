@@ -11,8 +11,9 @@ collective is hidden behind a loop.  What is said must hold, so wherever XLA is 
 
 * work counts with ``WORK_SHARE`` of its price, for programs compile to fewer passes over memory than is foretold;
 * collectives are believed to take ``BELIEF`` times as long, so that one uses up work that would do for several;
-* of eight orders that differ in which of two tasks goes first, the one that hides least counts, and nine tenths of that;
-* collectives in the body of a loop are taken to be combined, and only the seconds of their bytes can be hidden;
+* of eight orders that differ in which of two tasks goes first, the one that hides least counts, and four fifths of that;
+* every collective is taken to be combined with others wherever it can be, not only those that are known to be
+  (:mod:`autopar.graph.merging`), and no more than one latency of each set can be hidden;
 * in a program that was made to save memory, which is compiled in an order of its own, nothing is hidden
   (:mod:`autopar.runtime.xla_options`).
 
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autopar.cluster import Cluster
 from autopar.cost_model.arrays import Arrays, Form
@@ -41,7 +42,7 @@ WORK_SHARE = 0.7
 
 BELIEF = 4.0
 
-SURE_SHARE = 0.9
+SURE_SHARE = 0.8
 """So much of what the orders hide is foretold."""
 
 Move = tuple[Buffer, int]
@@ -69,34 +70,39 @@ def hidden_seconds(
         return 0.0
     found = 0.0
     for level in levels(arrays):
-        seconds = {move: use.seconds for move, use in sent.items() if move in level.moves}
-        if seconds and level is not arrays:
-            seconds = {move: _seconds_of_bytes(sent[move], program, cluster) for move in seconds}
-            level = _all_combining(level, {move: sent[move] for move in seconds}, program, cluster)
-        if seconds:
-            found += SURE_SHARE * surely_hidden(_tasks(level, work_seconds, seconds, cluster), BELIEF)
+        own = {level.moves[move]: use for move, use in sent.items() if move in level.moves}
+        if own:
+            level = _all_combining(level, own, program, cluster)
+            prices = {node: _price(use, program, cluster) for node, use in own.items()}
+            found += SURE_SHARE * surely_hidden(_tasks(level, work_seconds, prices, cluster), BELIEF)
     return found
 
 
-def _seconds_of_bytes(use: CollectiveUse, program: SpmdProgram, cluster: Cluster) -> float:
-    """Seconds of a collective behind others that it was made one with."""
+@dataclass(frozen=True)
+class _Price:
+    """Seconds of a collective: those of its bytes, which it takes in any company, and the others."""
+
+    of_bytes: float
+    latency: float
+
+
+def _price(use: CollectiveUse, program: SpmdProgram, cluster: Cluster) -> _Price:
     _, cost = axes_cost(Collective(use.kind), use.axes, program.mesh, cluster)
-    return min(use.seconds, use.count * cost.joined.seconds(use.wire_bytes / use.count))
+    of_bytes = min(use.seconds, use.count * cost.joined.seconds(use.wire_bytes / use.count))
+    return _Price(of_bytes, use.seconds - of_bytes)
 
 
-def _all_combining(level: Arrays, sent: Mapping[Move, CollectiveUse], program: SpmdProgram, cluster: Cluster) -> Arrays:
+def _all_combining(level: Arrays, sent: Mapping[int, CollectiveUse], program: SpmdProgram, cluster: Cluster) -> Arrays:
     """The same arrays with every collective that XLA knows to combine looking for others."""
     nodes = list(level.nodes)
-    for move, use in sent.items():
-        kind, number = Collective(use.kind), level.moves[move]
+    for number, use in sent.items():
+        kind = Collective(use.kind)
         if kind in COMBINED[cluster.device.platform]:
             nodes[number] = replace(nodes[number], combines=(kind, use.axes, program.values[use.value].dtype))
     return replace(level, nodes=nodes)
 
 
-def _tasks(
-    level: Arrays, work_seconds: Mapping[int, float], sent_seconds: Mapping[Move, float], cluster: Cluster
-) -> Tasks:
+def _tasks(level: Arrays, work_seconds: Mapping[int, float], prices: Mapping[int, _Price], cluster: Cluster) -> Tasks:
     """The kernels and collectives of a level; a set of combined collectives is one, of the number of its first."""
     platform = cluster.device.platform
     kernels = kernels_of(level, platform.value)
@@ -104,11 +110,14 @@ def _tasks(
     first = {
         node: min(group) for group in combined(level, COMBINED_RESULT_BYTES.get(platform, math.inf)) for node in group
     }
-    sent: dict[int, float] = {}
-    for move, worth in sent_seconds.items():
-        if (node := level.moves[move]) in kernels.reads:
-            task = first.get(node, node)
-            sent[task] = sent.get(task, 0.0) + worth
+    sets: dict[int, list[_Price]] = {}
+    for node, price in prices.items():
+        if node in kernels.reads:
+            sets.setdefault(first.get(node, node), []).append(price)
+    sent = {
+        task: sum(price.of_bytes for price in members) + max(price.latency for price in members)
+        for task, members in sets.items()
+    }
     reads: dict[int, set[int]] = {}
     for kernel, needed in kernels.reads.items():
         own = reads.setdefault(first.get(kernel, kernel), set())
