@@ -103,6 +103,8 @@ class DeviceKind:
     ``flops_per_second`` maps a dtype name (``"float32"``, ``"bfloat16"``, …) to dense matrix-product throughput
     that is really reached; ``memory_bytes`` is what a program may use; ``memory_bytes_per_second`` the bandwidth of it.
     ``source`` says where the figures come from.  Any mapping is accepted; it is kept as a read-only, hashable one.
+    ``hides_collectives`` says that XLA runs kernels beside collectives on such devices (:mod:`autopar.cost_model.overlap`); where
+    that was not seen it is False.
 
     Raises ``ClusterError`` for figures that are not finite and positive.
     """
@@ -113,6 +115,7 @@ class DeviceKind:
     memory_bytes: int
     memory_bytes_per_second: float
     source: str = ""
+    hides_collectives: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.platform, Platform):
@@ -355,6 +358,11 @@ class Cluster:
         if self.host_devices:
             rate = min(kind.dense_flops_per_second(dtype) for kind in self.kinds)
         return rate / self.compute_shared_by
+
+    @property
+    def hides_collectives(self) -> bool:
+        """Whether XLA runs kernels beside collectives on all kinds of devices."""
+        return all(kind.hides_collectives for kind in self.kinds)
 
     @property
     def per_device_memory_bytes(self) -> int:

@@ -15,8 +15,8 @@ from autopar.wiring import Wiring
 
 _FILE_FORMAT = "autopar-cluster"
 _FILE_VERSION = 4
-_READ_VERSIONS = (1, 2, 3, 4)  # the first knows no differences between hosts, the second no link to their memory,
-# the third no wires
+_READ_VERSIONS = (1, 2, 3, 4)
+"""The first knows no differences between hosts, the second no link to their memory, the third neither wires nor hiding."""
 _Made = TypeVar("_Made")
 
 
@@ -39,6 +39,7 @@ class _Device(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     memory_bytes: int
     memory_bytes_per_second: float
     source: str = ""
+    hides_collectives: bool = False
 
 
 class _HostDevice(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -133,6 +134,7 @@ def _from_kind(kind: DeviceKind) -> _Device:
         memory_bytes=kind.memory_bytes,
         memory_bytes_per_second=kind.memory_bytes_per_second,
         source=kind.source,
+        hides_collectives=kind.hides_collectives,
     )
 
 

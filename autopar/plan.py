@@ -160,12 +160,26 @@ class Prediction:
     """Seconds that memory costs because it is new to the call, as far as that was measured."""
     host_seconds: float = 0.0
     """Seconds of copies from the memory of the host, and back."""
+    hidden_seconds: float = 0.0
+    """Seconds of communication that the compiler hides behind work; part of ``communication_seconds``."""
 
     @property
     def step_seconds(self) -> float:
-        """Compute (the update included), communication, new memory and copies from and to the host, one after the other; of a
-        pipeline as simulated.
+        """Compute (the update included), communication, new memory and copies from and to the host, one after the other, less
+        what is hidden; of a pipeline as simulated.
         """
+        if self.simulated_seconds is not None:
+            return self.simulated_seconds
+        return self.unhidden_seconds - self.hidden_seconds
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds of communication in which nothing else is done."""
+        return self.communication_seconds - self.hidden_seconds
+
+    @property
+    def unhidden_seconds(self) -> float:
+        """The same if nothing were hidden, as the planner's integer program counts; of a pipeline as simulated."""
         if self.simulated_seconds is not None:
             return self.simulated_seconds
         return self.compute_seconds + self.communication_seconds + self.allocation_seconds + self.host_seconds

@@ -2,7 +2,7 @@
 
     load(save(plan)) = plan     exactly: floats are written by their shortest text that reads back to the same bits
 
-The file is JSON, ``{"format": "autopar.plan", "version": 6, "plan": {…}}`` with the fields of ``Plan``.  Layouts and
+The file is JSON, ``{"format": "autopar.plan", "version": 8, "plan": {…}}`` with the fields of ``Plan``.  Layouts and
 strategies are few and their users many (24 equal layers), so each distinct one stands once in a table, ``layouts`` or
 ``strategies``, and is referred to by its place there: ``homes``, ``copies`` and ``strategies`` of a stage are pairs
 ``[id, place]``, ``in_layouts`` and ``out_layouts`` are places.
@@ -45,7 +45,7 @@ from autopar.plan import (
 )
 
 FILE_FORMAT = "autopar.plan"
-FILE_VERSION = 7
+FILE_VERSION = 8
 OLDEST_VERSION = 3
 """Files of which nothing but what was added since is missing."""
 _ADVICE = "correct it, or plan again and save anew"
@@ -118,6 +118,7 @@ class _PredictionEntry(Struct, forbid_unknown_fields=True):
     simulated_seconds: _Number | None = None
     allocation_seconds: _Number = 0.0
     host_seconds: _Number = 0.0
+    hidden_seconds: _Number = 0.0
 
 
 class _SolverEntry(Struct, forbid_unknown_fields=True):
@@ -291,6 +292,7 @@ def _from_prediction(prediction: Prediction) -> _PredictionEntry:
         simulated_seconds=None if prediction.simulated_seconds is None else float(prediction.simulated_seconds),
         allocation_seconds=float(prediction.allocation_seconds),
         host_seconds=float(prediction.host_seconds),
+        hidden_seconds=float(prediction.hidden_seconds),
     )
 
 

@@ -302,7 +302,8 @@ class _Planner:
         """What an expert would write by hand, where that is predicted to be faster; else what was found freely.
 
         The integer program leaves out what only a list of steps shows: a latency for each set of gradients whose reductions
-        become one.  Many kinds of sets can cost more than what they save; hand-made plans have few.
+        become one.  Many kinds of sets can cost more than what they save; hand-made plans have few.  Nor does it see what is
+        hidden behind work, so where a plan leaves much unhidden, others may take less although they cost more.
         """
         subject, plan, found = free
         demands, method = self.demands, method_of(self.demands.method)
@@ -310,7 +311,9 @@ class _Planner:
         is_asked = bool(demands.constraints) or has_shape or bool(subject.wishes.texts or subject.wishes.wishes)
         if is_asked or subject.num_microbatches > 1 or found.model is None or found.is_squeezed:
             return free
-        if found.model.cost(found.options) >= (1 - WORTH_SHARE) * plan.step_seconds:
+        prediction = plan.prediction
+        unhidden = self.cluster.hides_collectives and prediction.exposed_seconds > WORTH_SHARE * prediction.step_seconds
+        if found.model.cost(found.options) >= (1 - WORTH_SHARE) * prediction.unhidden_seconds and not unhidden:
             return free  # no plan at all is faster
         best = free
         for expert in HAND_MADE:

@@ -152,6 +152,9 @@ def test_nodes_of_a_ray_cluster_with_gpus_of_two_kinds() -> None:
 
 def test_files_of_the_versions_before_are_read(tmp_path: Path) -> None:
     path, content = stored(tmp_path)
+    del content["cluster"]["device"]["hides_collectives"]
+    path.write_text(json.dumps(content | {"version": 3}))
+    assert Cluster.from_file(path) == TOY
     del content["cluster"]["host_memory_link"]
     path.write_text(json.dumps(content | {"version": 2}))
     assert Cluster.from_file(path) == TOY
@@ -434,6 +437,8 @@ kinds = st.builds(
     st.dictionaries(st.text(), numbers, min_size=1),
     st.integers(1, 1 << 62),
     numbers,
+    st.text(),
+    st.booleans(),
 )
 counts = st.integers(1, 1 << 40)
 

@@ -86,13 +86,16 @@ def test_round_trip(tmp_path: Path) -> None:
     assert repr(back) == repr(TOY)
     assert dict(back.stages[0].homes) == dict(TOY.stages[0].homes)
     assert back.stages[0].copies == {9: ROWS}
+    hiding = dataclasses.replace(TOY, prediction=dataclasses.replace(TOY.prediction, hidden_seconds=0.125))
+    hiding.save(path)
+    assert Plan.load(path) == hiding != TOY
     assert back.stages[0].strategies == TOY.stages[0].strategies
     assert list(tmp_path.iterdir()) == [path], "no temporary file is left"
 
 
 def test_entries_stand_in_the_tables_once(tmp_path: Path) -> None:
     content = stored(TOY, tmp_path / "plan.json")
-    assert (content["format"], content["version"]) == ("autopar.plan", 7)
+    assert (content["format"], content["version"]) == ("autopar.plan", 8)
     plan = content["plan"]
     assert plan["layouts"] == [
         {"dims": [["data", "model"], []], "partial": []},
@@ -457,11 +460,12 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "unknown"), [(3, ("opening", "remat", "hosted")), (4, ("remat", "hosted")), (5, ("hosted",)), (6, ())]
+    ("version", "unknown"),
+    [(3, ("opening", "remat", "hosted")), (4, ("remat", "hosted")), (5, ("hosted",)), (6, ()), (7, ())],
 )
 def test_files_of_the_versions_before_are_read(version: int, unknown: tuple[str, ...], tmp_path: Path) -> None:
-    """They know nothing of loops over layers that are cut, of layers that compute again, of state in host memory, or of sums
-    that are scattered by hand.
+    """They know nothing of loops over layers that are cut, of layers that compute again, of state in host memory, of sums
+    that are scattered by hand, or of what is hidden.
     """
     content = stored(TOY, tmp_path / "plan.json")
     content["version"] = version
@@ -469,7 +473,8 @@ def test_files_of_the_versions_before_are_read(version: int, unknown: tuple[str,
         del content["plan"][name]
     if version < 6:
         del content["plan"]["prediction"]["host_seconds"], content["plan"]["prediction"]["memory"]["host_bytes"]
-    for stage in content["plan"]["stages"]:
+    del content["plan"]["prediction"]["hidden_seconds"]
+    for stage in content["plan"]["stages"] if version < 7 else ():
         del stage["sum_scatter"]
     (tmp_path / "plan.json").write_text(json.dumps(content))
     assert Plan.load(tmp_path / "plan.json") == TOY
@@ -478,9 +483,9 @@ def test_files_of_the_versions_before_are_read(version: int, unknown: tuple[str,
 @pytest.mark.parametrize(
     ("version", "message"),
     [
-        (8, "$.version is 8, written by a newer release, and this one reads 7; upgrade autopar"),
-        (2, "$.version is 2, written by an older release, and this one reads 7; plan again with this release"),
-        (0, "$.version is 0, and there is no such version (this release reads 7)"),
+        (9, "$.version is 9, written by a newer release, and this one reads 8; upgrade autopar"),
+        (2, "$.version is 2, written by an older release, and this one reads 8; plan again with this release"),
+        (0, "$.version is 0, and there is no such version (this release reads 8)"),
         ("1", "Expected `int`, got `str` - at `$.version`"),
     ],
 )

@@ -166,7 +166,7 @@ def led_by(
     """
     found: dict[tuple[Buffer, int], tuple[Buffer, int]] = {}
     most_bytes = COMBINED_RESULT_BYTES.get(Platform(platform), math.inf)
-    for level in _levels(arrays or arrays_of(program, (), platform)):
+    for level in levels(arrays or arrays_of(program, (), platform)):
         group_of = {node: number for number, group in enumerate(combined(level, most_bytes)) for node in group}
         first: dict[int, tuple[Buffer, int]] = {}
         for move, node in level.moves.items():
@@ -181,7 +181,7 @@ def sent_before(program: SpmdProgram, platform: str, arrays: Arrays | None = Non
     ``arrays`` are those of the program, if they are known already.
     """
     found: set[tuple[Buffer, int]] = set()
-    for level in _levels(arrays or arrays_of(program, (), platform)):
+    for level in levels(arrays or arrays_of(program, (), platform)):
         made: set[int] = set()
         for move, node in level.moves.items():
             if node in made:
@@ -190,7 +190,7 @@ def sent_before(program: SpmdProgram, platform: str, arrays: Arrays | None = Non
     return frozenset(found)
 
 
-def _levels(arrays: Arrays) -> Iterator[Arrays]:
+def levels(arrays: Arrays) -> Iterator[Arrays]:
     """These arrays and those of all loop bodies in them."""
     waiting = [arrays]
     while waiting:

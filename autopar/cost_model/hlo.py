@@ -5,17 +5,17 @@ collectives it runs, how often and over whom, how many FLOPs and bytes it takes,
 
     Σ over instructions  trips · max(FLOPs / F, bytes / M)   +   Σ over collectives  trips · α-β time of their groups
 
-on each device (all devices run the same program). Nothing overlaps in this sum: XLA:CPU runs collectives one after the
-other, and on GPU and TPU it is an upper bound that both sides of a comparison share.
+less what XLA:GPU hides of the collectives, on each device (all devices run the same program). XLA:CPU hides nothing; of TPUs it
+is not read, and there the sum is an upper bound that both sides of a comparison share.
 
 The other files of the family: ``hlo_parser`` (text to data), ``hlo_work`` (FLOPs and bytes of one instruction),
-``hlo_steps`` (what runs how often), ``hlo_collectives`` (who talks to whom).
+``hlo_steps`` (what runs how often), ``hlo_collectives`` (who talks to whom), ``hlo_overlap`` (what is hidden).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from autopar.cost_model.hlo_collectives import (
     form_reduce_scatters,
     undo_widening,
 )
+from autopar.cost_model.hlo_overlap import hidden_seconds
 from autopar.cost_model.hlo_parser import HloComputation, HloInstruction, HloModule, numpy_dtype_name, parse_module
 from autopar.cost_model.hlo_steps import Step, bytes_of, executed_steps, flops_of, is_collective
 from autopar.cost_model.hlo_work import FlopCounter, family_of_convolution, instruction_bytes
@@ -85,11 +86,13 @@ class HloCost:
     bytes_moved: float
     collectives: tuple[HloCollective, ...]
     notes: tuple[str, ...] = ()
+    hidden_seconds: float = 0.0
+    """Of communication, between starts and ends of collectives."""
 
     @property
     def seconds(self) -> float:
-        """Computing and communicating one after the other."""
-        return self.compute_seconds + self.communication_seconds
+        """Computing and communicating one after the other, but for what is hidden."""
+        return self.compute_seconds + self.communication_seconds - self.hidden_seconds
 
     @property
     def wire_bytes(self) -> float:
@@ -122,7 +125,7 @@ def step_seconds(module: HloModule, cluster: Cluster, found: Iterable[HloCollect
     """What one step takes on each device of ``cluster``, whose device d is position d of the device assignment.
 
     ``found`` replaces the collectives of the module by those that another backend would run, for example
-    ``undo_widening(form_reduce_scatters(module))``.
+    ``undo_widening(form_reduce_scatters(module))``; of these nothing is known to be hidden.
 
     Raises:
         ClusterError: the program runs on more devices than the cluster has.
@@ -137,7 +140,9 @@ def step_seconds(module: HloModule, cluster: Cluster, found: Iterable[HloCollect
     counter = FlopCounter(module)
     compute_seconds = total_flops = total_bytes = since_seconds = 0.0
     worked_seconds: dict[str, float] = {}
+    lengths: list[float] = []
     for step in steps:
+        lengths.append(0.0)
         if is_collective(step.instruction):
             worked_seconds[step.instruction.name], since_seconds = since_seconds, 0.0
             continue
@@ -145,16 +150,19 @@ def step_seconds(module: HloModule, cluster: Cluster, found: Iterable[HloCollect
         moved = instruction_bytes(step.instruction, step.computation, module)
         seconds = _kernel_seconds(step, flops_by_dtype, moved, module, cluster)
         since_seconds += seconds
-        compute_seconds += step.times * seconds
+        lengths[-1] = step.times * seconds
+        compute_seconds += lengths[-1]
         total_flops += step.times * flops_by_dtype.total()
         total_bytes += step.times * moved
     ran = collectives_of(steps, module) if found is None else tuple(found)
+    sent = [
+        one.count * (_seconds_once(one, cluster) + _waiting(one, cluster)(worked_seconds.get(one.name, 0.0)))
+        for one in ran
+    ]
     by_kind: dict[Collective, float] = {}
     wire: dict[Collective, float] = {}
-    for collective in ran:
-        seconds = _seconds_once(collective, cluster)
-        seconds += _waiting(collective, cluster)(worked_seconds.get(collective.name, 0.0))
-        by_kind[collective.kind] = by_kind.get(collective.kind, 0.0) + collective.count * seconds
+    for collective, seconds in zip(ran, sent, strict=True):
+        by_kind[collective.kind] = by_kind.get(collective.kind, 0.0) + seconds
         wire[collective.kind] = wire.get(collective.kind, 0.0) + collective.wire_bytes
     unpriced = {step.instruction.opcode for step in steps} & _UNPRICED
     notes += tuple(f"{opcode}: the time that it waits for others is not counted" for opcode in sorted(unpriced))
@@ -168,6 +176,19 @@ def step_seconds(module: HloModule, cluster: Cluster, found: Iterable[HloCollect
         total_bytes,
         ran,
         notes,
+        _hidden_seconds(steps, lengths, sent) if found is None else 0.0,
+    )
+
+
+def _hidden_seconds(steps: Sequence[Step], worked: Sequence[float], sent: Sequence[float]) -> float:
+    """What is hidden of the collectives among steps, which take ``sent`` seconds, by the others, which take ``worked``."""
+    of_collectives = iter(sent)
+    return hidden_seconds(
+        steps,
+        [
+            next(of_collectives) if is_collective(step.instruction) else seconds
+            for step, seconds in zip(steps, worked, strict=True)
+        ],
     )
 
 

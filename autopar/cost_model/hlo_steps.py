@@ -11,7 +11,7 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.cost_model.hlo_parser import HloComputation, HloInstruction, HloModule
@@ -41,6 +41,8 @@ class Step:
     times: int
     fused: bool = False
     """True for a collective inside a fusion that may stand in others too."""
+    started_as: str = ""
+    """Of work in an ``async-start``: the name of that, which an ``async-done`` waits for."""
 
 
 class _Walk:
@@ -67,7 +69,9 @@ class _Walk:
                 found += self.steps(evaluator.enter(instruction, "to_apply"), times)
             elif opcode in ("async-start", "call-start"):
                 key = "calls" if "calls" in instruction.attributes else "to_apply"
-                found += self.steps(evaluator.enter(instruction, key), times)
+                inside = self.steps(evaluator.enter(instruction, key), times)
+                name = "" if is_synchronous(instruction) else instruction.name
+                found += (replace(step, started_as=name) for step in inside)
             elif opcode == "conditional":
                 found += self._heaviest_branch(instruction, times)
             else:
@@ -137,6 +141,11 @@ def base_opcode(instruction: HloInstruction) -> str:
 def is_collective(instruction: HloInstruction) -> bool:
     """Whether devices talk to each other; the ``-done`` half of a pair does not count."""
     return instruction.opcode in _COLLECTIVES_AND_STARTS
+
+
+def is_synchronous(instruction: HloInstruction) -> bool:
+    """Whether XLA:GPU says of the start of a collective that kernels behind it wait for its end."""
+    return '"is_sync":true' in instruction.attributes.get("backend_config", "")
 
 
 def operand_bytes(step: Step) -> int:

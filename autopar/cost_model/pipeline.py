@@ -1,9 +1,9 @@
 """What a pipeline will cost: its executables priced one by one, its lists of instructions simulated.
 
-An executable takes Σ runs + Σ collectives seconds, as a whole step does (:mod:`autopar.cost_model.predict`), and where the
-cluster carries a profile the seconds of a call, of which a step has many, and of the memory that is new to it; a message takes
-those of a transfer.  What of it is hidden, and what waits, is the simulator's to say, which lets meshes compute side by side
-and messages travel meanwhile:
+An executable takes Σ runs + Σ collectives − what is hidden of these, as a whole step does
+(:mod:`autopar.cost_model.predict`), and where the cluster carries a profile the seconds of a call, of which a step has many,
+and of the memory that is new to it; a message takes those of a transfer.  What of messages is hidden, and what waits, is the
+simulator's to say, which lets meshes compute side by side and messages travel meanwhile:
 
     step seconds = when the last instruction of the last list is done
     bytes of a device = its slots at the fullest moment, each as long as its list keeps it, and the running executable's scratch
@@ -22,12 +22,11 @@ from autopar.cost_model.exchanges import exchange_seconds
 from autopar.cost_model.forecast import Forecast
 from autopar.cost_model.machine import Load, Machine, make_machine, message_load
 from autopar.cost_model.memory import timeline
-from autopar.cost_model.predict import collectives_of, run_costs
+from autopar.cost_model.predict import priced
 from autopar.cost_model.roofline import operator_seconds
 from autopar.cost_model.simulate import Simulation, Work, simulate
 from autopar.cost_model.transfers import cheapest_transfer, finishing_seconds
 from autopar.graph.fusion import Fusion
-from autopar.graph.ir import Phase
 from autopar.plan import CollectiveUse, Memory, Prediction
 from autopar.profile import Dispatch
 from autopar.schedule.cross_mesh import CrossMeshTransfer, Placement, move_on_mesh
@@ -51,11 +50,13 @@ class ExecutableCost:
     collectives: tuple[CollectiveUse, ...]
     call_seconds: float = 0.0
     allocation_seconds: float = 0.0
+    hidden_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """The call, its new memory, compute and collectives, one after the other."""
-        return self.call_seconds + self.allocation_seconds + self.compute_seconds + self.communication_seconds
+        """The call, its new memory, compute and collectives, one after the other, less what is hidden of the last."""
+        own = self.compute_seconds + self.communication_seconds - self.hidden_seconds
+        return self.call_seconds + self.allocation_seconds + own
 
 
 @dataclass(frozen=True)
@@ -104,21 +105,21 @@ def stage_cost(lowering: StageLowering, fusion: Fusion, cluster: Cluster) -> Sta
 def executable_cost(one: Executable, fusion: Fusion, cluster: Cluster) -> ExecutableCost:
     """The price of one executable."""
     program = _as_program(one)
-    runs = run_costs(program, fusion, cluster)
     platform = cluster.device.platform.value
     arrays = arrays_of(program, one.donations, platform)
-    collectives = tuple(collectives_of(program, cluster, runs, arrays))
+    price = priced(program, fusion, cluster, arrays)
     temp_bytes = timeline(arrays, platform).temp_bytes
     return ExecutableCost(
-        compute_seconds=sum(run.seconds for run in runs),
-        communication_seconds=sum(use.seconds for use in collectives),
-        update_seconds=sum(run.seconds for run in runs if run.operator.phase is Phase.UPDATE),
-        flops=sum(run.flops for run in runs),
-        bytes_moved=sum(run.bytes_moved for run in runs),
+        compute_seconds=price.compute_seconds,
+        communication_seconds=price.communication_seconds,
+        update_seconds=price.update_seconds,
+        flops=price.flops,
+        bytes_moved=price.bytes_moved,
         temp_bytes=temp_bytes,
-        collectives=collectives,
+        collectives=price.collectives,
         call_seconds=_call_seconds(cluster),
         allocation_seconds=_allocation_seconds(one, temp_bytes, cluster),
+        hidden_seconds=price.hidden_seconds,
     )
 
 
@@ -238,6 +239,7 @@ def predict_pipeline(costs: Sequence[StageCost], homes: Sequence[int], count: in
         memory=Memory(state, state, state, peak - state, {"state": state, "other": peak - state}),
         simulated_seconds=said.step_seconds,
         allocation_seconds=sum(cost.allocation_seconds * times for cost, times in runs),
+        hidden_seconds=sum(cost.hidden_seconds * times for cost, times in runs),
     )
 
 

@@ -3,16 +3,18 @@
     step seconds = Σ runs (roofline of one device's share) + Σ collectives (α-β over the links that they cross)
                  + what memory costs that is new to the call (as measured, where a profile says so)
                  + copies between devices and their hosts (:mod:`autopar.cost_model.hosted`)
+                 − what of the collectives is hidden behind work (:mod:`autopar.cost_model.overlap`)
 
 Collectives that the backend combines (:mod:`autopar.cost_model.combine`) pay what they add to those before them.  Where devices
 share cores, a profile says how long a collective waits for the last of its group, by the work since the collective before.
-Nothing overlaps in this sum: inside one executable on CPU nothing does, and elsewhere it is an upper bound.
+Inside one executable on CPU nothing is hidden; on GPUs no more than what XLA is known to hide.  The planner's integer program
+(:mod:`autopar.intra_op`) is linear and hides nothing anywhere: a finished plan does, and plans are compared by that.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from autopar.cluster import Cluster, Mesh
@@ -21,6 +23,7 @@ from autopar.cost_model.collectives import Collective, collective_seconds, wire_
 from autopar.cost_model.combine import led_by, sent_before
 from autopar.cost_model.hosted import host_seconds
 from autopar.cost_model.kernels import Kernel, kernel_cost
+from autopar.cost_model.overlap import Move, hidden_seconds
 from autopar.cost_model.reshard import COLLECTIVE_OF_MOVE, collective_bytes, copy_seconds, move_seconds, order_of
 from autopar.cost_model.waits import axes_waiting
 from autopar.graph.fusion import Fusion
@@ -42,23 +45,69 @@ class RunCost:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Priced:
+    """What one device does in a step: operators, collectives, and the seconds of these that are hidden behind those."""
+
+    runs: Sequence[RunCost]
+    collectives: tuple[CollectiveUse, ...]
+    hidden_seconds: float
+
+    @property
+    def compute_seconds(self) -> float:
+        """Of all operators."""
+        return sum(run.seconds for run in self.runs)
+
+    @property
+    def update_seconds(self) -> float:
+        """Of those of the optimizer."""
+        return sum(run.seconds for run in self.runs if run.operator.phase is Phase.UPDATE)
+
+    @property
+    def communication_seconds(self) -> float:
+        """Of all collectives, hidden or not."""
+        return sum(use.seconds for use in self.collectives)
+
+    @property
+    def flops(self) -> float:
+        """Of all operators."""
+        return sum(run.flops for run in self.runs)
+
+    @property
+    def bytes_moved(self) -> float:
+        """By all operators."""
+        return sum(run.bytes_moved for run in self.runs)
+
+
+def priced(program: SpmdProgram, fusion: Fusion, cluster: Cluster, arrays: Arrays | None = None) -> Priced:
+    """The price of a program; ``arrays`` are its own, if they are known already."""
+    arrays = arrays or arrays_of(program, (), cluster.device.platform.value)
+    runs = run_costs(program, fusion, cluster)
+    sent = _sent(program, cluster, runs, arrays)
+    moved = {move: use for move, use in sent if move is not None}
+    work_seconds: dict[int, float] = {}
+    for run in runs:
+        work_seconds[run.operator.id] = work_seconds.get(run.operator.id, 0.0) + run.seconds
+    hidden = hidden_seconds(program, arrays, work_seconds, moved, cluster)
+    return Priced(runs, tuple(use for _, use in sent), hidden)
+
+
 def predict(
     program: SpmdProgram, fusion: Fusion, cluster: Cluster, memory: Memory, arrays: Arrays | None = None
 ) -> Prediction:
     """Price a program; ``memory`` is what :mod:`autopar.cost_model.memory` says of it, ``arrays`` are its own, if known."""
-    runs = run_costs(program, fusion, cluster)
-    collectives = tuple(collectives_of(program, cluster, runs, arrays))
-    communication = sum(use.seconds for use in collectives)
+    price = priced(program, fusion, cluster, arrays)
     return Prediction(
-        compute_seconds=sum(run.seconds for run in runs),
-        communication_seconds=communication,
-        update_seconds=sum(run.seconds for run in runs if run.operator.phase is Phase.UPDATE),
-        flops=sum(run.flops for run in runs),
-        bytes_moved=sum(run.bytes_moved for run in runs),
-        collectives=collectives,
+        compute_seconds=price.compute_seconds,
+        communication_seconds=price.communication_seconds,
+        update_seconds=price.update_seconds,
+        flops=price.flops,
+        bytes_moved=price.bytes_moved,
+        collectives=price.collectives,
         memory=memory,
         allocation_seconds=_allocation_seconds(program, memory, cluster),
         host_seconds=host_seconds(program, cluster),
+        hidden_seconds=price.hidden_seconds,
     )
 
 
@@ -96,18 +145,25 @@ def collectives_of(
 
     ``runs`` are what :func:`run_costs` says of the program: collectives wait for devices that work.
     """
-    found = []
+    arrays = arrays or arrays_of(program, (), cluster.device.platform.value)
+    return [use for _, use in _sent(program, cluster, runs, arrays)]
+
+
+def _sent(
+    program: SpmdProgram, cluster: Cluster, runs: Iterable[RunCost], arrays: Arrays
+) -> list[tuple[Move | None, CollectiveUse]]:
+    """The same with the move that each collective makes; None: an operator's own."""
+    found: list[tuple[Move | None, CollectiveUse]] = []
     mesh = program.mesh
     waits = _Waits(mesh, cluster, runs)
     platform = cluster.device.platform
-    arrays = arrays or arrays_of(program, (), platform.value)
     leader = led_by(program, platform.value, arrays)
     repeated = sent_before(program, platform.value, arrays)
     turning = turning_points(program.graph)
     for step, trips in program.all_steps():
         if isinstance(step, Run):
             waits.work(step, trips)
-            found.extend(_extremes(step, program, cluster, trips, waits))
+            found.extend((None, use) for use in _extremes(step, program, cluster, trips, waits))
             continue
         value = program.values[step.source.value]
         layout = step.source.layout
@@ -124,19 +180,18 @@ def collectives_of(
                 wire = wire_bytes(kind, full, mesh.axis_size(*move.axes))
                 phase = step.cause.phase if step.cause else Phase.UPDATE
                 origin = f"{step.cause.primitive} at {step.cause.source}" if step.cause else "result of the step"
-                found.append(
-                    CollectiveUse(
-                        kind=kind.value,
-                        axes=move.axes,
-                        full_bytes=full,
-                        count=trips,
-                        wire_bytes=wire * trips,
-                        seconds=seconds * trips,
-                        phase=phase.value,
-                        value=value.id,
-                        origin=origin,
-                    )
+                use = CollectiveUse(
+                    kind=kind.value,
+                    axes=move.axes,
+                    full_bytes=full,
+                    count=trips,
+                    wire_bytes=wire * trips,
+                    seconds=seconds * trips,
+                    phase=phase.value,
+                    value=value.id,
+                    origin=origin,
                 )
+                found.append((this, use))
             layout = after_move(layout, move, mesh)
     return found
 

@@ -147,6 +147,8 @@ def _seconds_of(explanation: Explanation | PipelineExplanation) -> dict[str, flo
         amounts["new memory"] = time.allocation_seconds
     if time.host_seconds:
         amounts["copies from and to host memory"] = time.host_seconds
+    if time.hidden_seconds:
+        amounts["of communication hidden behind work"] = -time.hidden_seconds
     for row in time.communication:
         amounts[f"{row.kind} over {_over(row.axes)}"] = row.seconds
     return amounts

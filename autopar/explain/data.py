@@ -39,9 +39,10 @@ class Communication:
 class Time:
     """Predicted seconds of one step.
 
-    ``step_seconds = compute_seconds + communication_seconds + allocation_seconds + host_seconds``; ``update_seconds`` (the
-    optimizer) is part of ``compute_seconds``; ``communication`` sums to ``communication_seconds``; ``allocation_seconds`` are
-    those of memory that is new to the call, where they were measured, ``host_seconds`` those of copies from and to host memory.
+    ``step_seconds = compute_seconds + communication_seconds + allocation_seconds + host_seconds − hidden_seconds``;
+    ``update_seconds`` (the optimizer) is part of ``compute_seconds``; ``communication`` sums to ``communication_seconds``,
+    of which ``hidden_seconds`` are hidden behind work; ``allocation_seconds`` are those of memory that is new to the call,
+    where they were measured, ``host_seconds`` those of copies from and to host memory.
     """
 
     step_seconds: float
@@ -51,6 +52,7 @@ class Time:
     communication: tuple[Communication, ...]
     allocation_seconds: float = 0.0
     host_seconds: float = 0.0
+    hidden_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

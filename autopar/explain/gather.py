@@ -363,6 +363,7 @@ def _time(prediction: Prediction) -> Time:
         communication_of(prediction),
         prediction.allocation_seconds,
         prediction.host_seconds,
+        prediction.hidden_seconds,
     )
 
 

@@ -95,6 +95,8 @@ def _time_table(e: Explanation) -> Table:
         add(f"{row.kind} over {axes_text(row.axes)}", row.seconds, str(row.count), bytes_text(row.wire_bytes))
     if time.host_seconds:
         add("copies from and to host memory", time.host_seconds)
+    if time.hidden_seconds:
+        add("of communication hidden behind work", -time.hidden_seconds)
     add("step", time.step_seconds, style="bold")
     if e.measured is not None:
         ratio = e.measured.step_seconds / time.step_seconds

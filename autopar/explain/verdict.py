@@ -36,6 +36,8 @@ def verdict_text(plan: Plan, leaves: Sequence[Leaf], methods: Sequence[MethodTot
         time += f" + {seconds_text(prediction.allocation_seconds)} for new memory"
     if prediction.host_seconds:
         time += f" + {seconds_text(prediction.host_seconds)} for copies from and to host memory"
+    if prediction.hidden_seconds:
+        time += f" − {seconds_text(prediction.hidden_seconds)} hidden behind work"
     used = prediction.memory.total_bytes
     memory = f"{bytes_text(used)} of {bytes_text(budget_bytes)} a device ({_percent(used / budget_bytes)})"
     if prediction.memory.host_bytes:

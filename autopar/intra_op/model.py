@@ -43,8 +43,11 @@ class Model:
 
     def cost(self, solution: Sequence[int]) -> float:
         """The objective of a complete solution."""
-        total = sum(float(costs[solution[i]]) for i, costs in enumerate(self.nodes))
-        return total + sum(float(matrix[solution[i], solution[j]]) for (i, j), matrix in self.edges.items())
+        return sum(float(costs[solution[i]]) for i, costs in enumerate(self.nodes)) + self.cost_of_edges(solution)
+
+    def cost_of_edges(self, solution: Sequence[int]) -> float:
+        """What of it stands on edges: ways between layouts."""
+        return sum(float(matrix[solution[i], solution[j]]) for (i, j), matrix in self.edges.items())
 
     def fits(self, solution: Sequence[int]) -> bool:
         """Whether every memory row is kept."""
