@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from benchmarks.models import wide_resnet
 from benchmarks.suites import half_precision, steps
 from benchmarks.suites.machine import calibrated, cluster_of
 from benchmarks.suites.picture import picture
-from benchmarks.suites.pricing import Asked, grids, outcome, state_bytes
-from benchmarks.suites.published import CALIBRATION, CELLS, Cell, PlanFound, StageFound, Suite
-from benchmarks.suites.report import calibration_text, row_of
+from benchmarks.suites.pricing import grids, outcome, state_bytes
+from benchmarks.suites.published import CALIBRATION, CELLS, Asked, Cell, Figure, Missing, PlanFound, StageFound, Suite
+from benchmarks.suites.ranking import pairs
+from benchmarks.suites.report import calibration_text, line_of
+from benchmarks.suites.rows import Row, keep, kept, row_of
 
 
 def test_flops_of_gpt_are_those_of_the_products() -> None:
@@ -75,7 +79,7 @@ SPARSE = Cell(Suite.MOE, 4, "toy", 16, PlanFound((StageFound((4, 1), 2),), 1), C
 
 def test_deepspeed_keeps_each_expert_on_one_device_and_trains_with_adam() -> None:
     found = outcome(SPARSE, Asked.DEEPSPEED, cluster_of(4))
-    assert found.plan is not None and found.published == 0.12
+    assert found.plan is not None and row_of(found).published == 0.12
     layouts = dict(zip(found.plan.in_paths, found.plan.in_layouts, strict=True))
     experts = {path: layout for path, layout in layouts.items() if "'moe'" in path and "router" not in path}
     moments = [path for path in experts if ".mu" in path]
@@ -98,18 +102,53 @@ def test_a_published_plan_is_priced_with_its_stages_meshes_and_microbatches() ->
     assert found.plan is not None and found.petaflops is not None
     assert [stage.devices for stage in found.plan.stages] == [(0, 1), (2, 3)]
     assert found.plan.num_microbatches == 4
-    assert found.ratio == found.petaflops / 0.21
-    model, devices, asked, plan, *_ = row_of(found)
+    row = row_of(found)
+    assert row.ratio == found.petaflops / 0.21
+    model, devices, asked, plan, *_ = line_of(row)
     assert (model, devices, asked) == ("Wide-ResNet toy", "4", "published")
     assert plan == "2 stages on 2, 4 microbatches, 1f1b"
-    drawn = picture([found])
+    drawn = picture([row])
     assert "Wide-ResNet" in drawn and drawn.count("<rect") == 3
 
 
 @pytest.mark.parametrize("kind", list(Asked))
 def test_every_kind_of_plan_is_drawn(kind: Asked) -> None:
-    found = outcome(TOY, Asked.PUBLISHED, cluster_of(4))
-    assert picture([dataclasses.replace(found, asked=kind)]).count("<rect") >= 3
+    assert picture([measured(kind, 0.2, 0.2)]).count("<rect") >= 3
+
+
+def measured(asked: Asked, petaflops: float | None, published: Figure) -> Row:
+    """A row of a cell."""
+    return Row(Suite.GPT, "toy", 4, asked, "one mesh", petaflops, 1 << 30, 1.0, published)
+
+
+def test_rows_are_kept_and_put_together(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    assert kept(path) == []
+    rows = [measured(Asked.INTRA_OP, 0.1, Missing.NOT_SHOWN), measured(Asked.AUTO, None, 0.2)]
+    for row in (*rows, better := msgspec.structs.replace(rows[0], petaflops=0.3)):
+        keep(row, path)
+    assert kept(path) == [rows[1], better]
+    path.write_text('{"suite": "gpt"}')
+    with pytest.raises(msgspec.ValidationError):
+        kept(path)
+
+
+def test_only_what_was_measured_apart_has_an_order() -> None:
+    alpa, rival = measured(Asked.PUBLISHED, 0.30, 0.21), measured(Asked.MEGATRON, 0.20, 0.17)
+    alone, close = measured(Asked.INTER_OP, None, Missing.OUT_OF_MEMORY), measured(Asked.INTRA_OP, 0.31, 0.20)
+    unknown, own = measured(Asked.PP_DP, 0.4, Missing.NOT_SHOWN), measured(Asked.AUTO, 0.5, 0.21)
+    found = pairs([alpa, rival, alone, close, unknown, own])
+    in_order = [(pair.faster.asked, pair.slower.asked) for pair in found]
+    assert in_order == [
+        (Asked.PUBLISHED, Asked.MEGATRON),
+        (Asked.PUBLISHED, Asked.INTER_OP),
+        (Asked.MEGATRON, Asked.INTER_OP),
+        (Asked.INTRA_OP, Asked.MEGATRON),
+        (Asked.INTRA_OP, Asked.INTER_OP),
+    ]
+    assert all(pair.is_kept for pair in found)
+    turned = pairs([msgspec.structs.replace(alpa, petaflops=0.1), rival])
+    assert [pair.is_kept for pair in turned] == [False]
 
 
 def test_what_does_not_fit_is_told_with_what_it_needs() -> None:
@@ -117,7 +156,8 @@ def test_what_does_not_fit_is_told_with_what_it_needs() -> None:
     small = cluster.replace(device=dataclasses.replace(cluster.device, memory_bytes=1 << 14))
     found = outcome(TOY, Asked.PUBLISHED, small)
     assert found.plan is None and found.refusal == "OOM" and found.needed_bytes > 1 << 14
-    assert found.ratio is None and "OOM" in picture([found])
+    row = row_of(found)
+    assert row.ratio is None and "OOM" in picture([row])
 
 
 @pytest.mark.verify

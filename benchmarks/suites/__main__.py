@@ -10,9 +10,10 @@ from rich.console import Console
 
 from benchmarks.suites.machine import HOST, calibrated, cluster_of
 from benchmarks.suites.picture import picture
-from benchmarks.suites.pricing import Asked, outcome
-from benchmarks.suites.published import CELLS, Suite
-from benchmarks.suites.report import calibration_text, print_table, row_of
+from benchmarks.suites.pricing import outcome
+from benchmarks.suites.published import CELLS, Asked, Suite
+from benchmarks.suites.report import calibration_text, line_of, print_table
+from benchmarks.suites.rows import keep, kept, row_of
 
 
 def main() -> None:
@@ -25,6 +26,7 @@ def main() -> None:
     parser.add_argument(
         "--speed", type=float, help="of V100s as a share of the preset's; else found from the measured step"
     )
+    parser.add_argument("--rows", type=Path, help="a file of JSON lines to add the rows to; the table is of all in it")
     parser.add_argument("--picture", type=Path, help="an SVG file to draw the rows into")
     parser.add_argument("--progress", action="store_true", help="say what the planner does")
     arguments = parser.parse_args()
@@ -39,16 +41,19 @@ def main() -> None:
         if arguments.progress:
             console.print(f"  {time.process_time():.0f} s: {text}")
 
-    outcomes = []
+    rows = []
     for suite in arguments.suites:
         for num_devices in arguments.gpus:
             for asked in arguments.plans:
-                cell = CELLS[suite, num_devices]
-                outcomes.append(outcome(cell, asked, cluster_of(num_devices, speed), report))
-                console.print(" | ".join(row_of(outcomes[-1])))
-    print_table(outcomes, console, f"The suites of the Alpa paper on {HOST}")
+                row = row_of(outcome(CELLS[suite, num_devices], asked, cluster_of(num_devices, speed), report))
+                rows.append(row)
+                console.print(" | ".join(line_of(row)))
+                if arguments.rows is not None:
+                    keep(row, arguments.rows)
+    shown = rows if arguments.rows is None else kept(arguments.rows)
+    print_table(shown, console, f"The suites of the Alpa paper on {HOST}")
     if arguments.picture is not None:
-        arguments.picture.write_text(picture(outcomes), encoding="utf-8")
+        arguments.picture.write_text(picture(shown), encoding="utf-8")
 
 
 if __name__ == "__main__":

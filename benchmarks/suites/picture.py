@@ -1,13 +1,13 @@
-"""Outcomes as a picture: the throughput of every kind of plan, and what was published of it, by suite and number of devices."""
+"""Rows as a picture: the throughput of every kind of plan, and what was published of it, by suite and number of devices."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
 
-from benchmarks.suites.pricing import Asked, Outcome
-from benchmarks.suites.published import Suite
-from benchmarks.suites.report import NAMES, figure_text
+from benchmarks.suites.published import Asked, Suite
+from benchmarks.suites.report import NAMES
+from benchmarks.suites.rows import Row, figure_text
 
 COLOURS = {
     Asked.AUTO: "#1b6ca8",
@@ -21,15 +21,15 @@ COLOURS = {
 HEIGHT, TOP, BOTTOM, BAR, GAP, LEFT, LABEL = 220, 60, 60, 18, 26, 56, 88  # pixels
 
 
-def picture(outcomes: Sequence[Outcome]) -> str:
+def picture(rows: Sequence[Row]) -> str:
     """An SVG; in every group of bars throughput is relative to the highest figure there."""
     drawn, at = [], LEFT
     for suite in Suite:
-        for num_devices in sorted({one.cell.num_devices for one in outcomes if one.cell.suite is suite}):
-            group = [one for one in outcomes if one.cell.suite is suite and one.cell.num_devices == num_devices]
+        for num_devices in sorted({one.num_devices for one in rows if one.suite is suite}):
+            group = [one for one in rows if one.suite is suite and one.num_devices == num_devices]
             drawn.append(_group(group, at))
             at += max(BAR * len(group) + GAP, LABEL)
-    kinds = [kind for kind in Asked if any(one.asked is kind for one in outcomes)]
+    kinds = [kind for kind in Asked if any(one.asked is kind for one in rows)]
     width, height = max(at, 720), TOP + HEIGHT + BOTTOM
     legend = "".join(
         f'<rect x="{LEFT + 130 * k}" y="10" width="12" height="12" fill="{COLOURS[kind]}"/>'
@@ -44,9 +44,9 @@ def picture(outcomes: Sequence[Outcome]) -> str:
     )
 
 
-def _group(group: Sequence[Outcome], left: int) -> str:
+def _group(group: Sequence[Row], left: int) -> str:
     """The bars of one model on so many devices."""
-    cell, floor = group[0].cell, TOP + HEIGHT
+    floor = TOP + HEIGHT
     figures = [one.petaflops for one in group] + [one.published for one in group]
     most = max((figure for figure in figures if isinstance(figure, float)), default=1.0) or 1.0
     drawn = []
@@ -54,7 +54,7 @@ def _group(group: Sequence[Outcome], left: int) -> str:
         x, rate = left + BAR * number, one.petaflops
         title = f"<title>{escape(one.asked.value)}: {'OOM' if rate is None else f'{rate:.3f}'} PFLOP/s</title>"
         if rate is None:
-            text = escape(one.refusal[:12])
+            text = escape(one.said[:12])
             drawn.append(f'<text transform="translate({x + 13},{floor - 4}) rotate(-90)">{title}{text}</text>')
         else:
             size = HEIGHT * rate / most
@@ -65,7 +65,7 @@ def _group(group: Sequence[Outcome], left: int) -> str:
         if isinstance(one.published, float):
             y = floor - HEIGHT * one.published / most
             drawn.append(f'<path d="M{x - 1} {y:.1f}h{BAR - 1}" stroke="black" stroke-width="2"/>')
-    drawn.append(f'<text x="{left}" y="{floor + 16}">{NAMES[cell.suite]}</text>')
-    drawn.append(f'<text x="{left}" y="{floor + 30}">{cell.size}, {cell.num_devices} GPUs</text>')
+    drawn.append(f'<text x="{left}" y="{floor + 16}">{NAMES[group[0].suite]}</text>')
+    drawn.append(f'<text x="{left}" y="{floor + 30}">{group[0].size}, {group[0].num_devices} GPUs</text>')
     drawn.append(f'<text x="{left}" y="{floor + 44}">top: {figure_text(most, 3)}</text>')
     return "".join(drawn)

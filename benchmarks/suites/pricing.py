@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from autopar.plan import Plan, Schedule
 from autopar.planning import make_plan
 from autopar.schedule.stage_program import StageProgram
 from autopar.subjects import Demands, as_loop
-from benchmarks.suites.published import Cell, Figure, PlanFound, Suite
+from benchmarks.suites.published import Asked, Cell, PlanFound, Suite
 from benchmarks.suites.steps import Step, moe_config, step_of, step_with_adam
 
 MOST_TENSOR = 8
@@ -30,18 +29,6 @@ MOST_TENSOR = 8
 
 ROWS = (1, 2, 4, 8, 16, 32)
 """Examples of a microbatch on one device, of which the best is looked for where a kind of plan leaves them open."""
-
-
-class Asked(enum.StrEnum):
-    """A kind of plan."""
-
-    AUTO = "auto"
-    PUBLISHED = "published"  # Alpa's stages, meshes and microbatches; layouts by the integer program
-    INTRA_OP = "intra_op"  # one mesh
-    INTER_OP = "inter_op"  # a stage on every device
-    MEGATRON = "megatron"  # the best of all grids of data, tensor and pipeline parallelism
-    DEEPSPEED = "deepspeed"  # ZeRO-2 with experts on different devices, trained with Adam
-    PP_DP = "pp_dp"  # the best of all grids of data and pipeline parallelism
 
 
 @dataclass(frozen=True)
@@ -63,25 +50,6 @@ class Outcome:
     def petaflops(self) -> float | None:
         """FLOP/s of all devices together, in 10¹⁵."""
         return None if self.plan is None else self.flops / self.plan.step_seconds / 1e15
-
-    @property
-    def published(self) -> Figure:
-        """What was measured with a plan of this kind."""
-        measured = self.cell.measured
-        by_kind = {
-            Asked.INTRA_OP: measured.intra_only,
-            Asked.INTER_OP: measured.inter_only,
-            Asked.MEGATRON: measured.rival,
-            Asked.DEEPSPEED: measured.rival,
-            Asked.PP_DP: measured.rival,
-        }
-        return by_kind.get(self.asked, measured.alpa)
-
-    @property
-    def ratio(self) -> float | None:
-        """To what was published; None where one of both is missing."""
-        rate, published = self.petaflops, self.published
-        return rate / published if rate is not None and isinstance(published, float) and published else None
 
 
 def outcome(cell: Cell, asked: Asked, cluster: Cluster, report: Callable[[str], None] = lambda text: None) -> Outcome:

@@ -20,6 +20,18 @@ class Suite(enum.StrEnum):
     WIDE_RESNET = "wide_resnet"
 
 
+class Asked(enum.StrEnum):
+    """A kind of plan."""
+
+    AUTO = "auto"
+    PUBLISHED = "published"  # Alpa's stages, meshes and microbatches; layouts by the integer program
+    INTRA_OP = "intra_op"  # one mesh
+    INTER_OP = "inter_op"  # a stage on every device
+    MEGATRON = "megatron"  # the best of all grids of data, tensor and pipeline parallelism
+    DEEPSPEED = "deepspeed"  # ZeRO-2 with experts on different devices, trained with Adam
+    PP_DP = "pp_dp"  # the best of all grids of data and pipeline parallelism
+
+
 class Missing(enum.Enum):
     """In place of a throughput."""
 
@@ -76,6 +88,17 @@ class Measured:
     rival: Figure
     inter_only: Figure = NOT_SHOWN
     intra_only: Figure = NOT_SHOWN
+
+    def of(self, asked: Asked) -> Figure:
+        """With a plan of this kind."""
+        by_kind = {
+            Asked.INTRA_OP: self.intra_only,
+            Asked.INTER_OP: self.inter_only,
+            Asked.MEGATRON: self.rival,
+            Asked.DEEPSPEED: self.rival,
+            Asked.PP_DP: self.rival,
+        }
+        return by_kind.get(asked, self.alpa)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Outcomes as a table."""
+"""Rows as a table."""
 
 from __future__ import annotations
 
@@ -7,50 +7,30 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from autopar.plan import Plan
 from autopar.wording import bytes_text
 from benchmarks.suites.machine import Calibration
-from benchmarks.suites.pricing import Outcome
-from benchmarks.suites.published import Figure, Missing, Suite
+from benchmarks.suites.published import Suite
+from benchmarks.suites.rows import Row, figure_text
 
 COLUMNS = ("model", "GPUs", "asked", "plan", "PFLOP/s", "memory", "planning, core s", "published", "ratio")
 DIGITS = {Suite.GPT: 2, Suite.MOE: 2, Suite.WIDE_RESNET: 3}
 NAMES = {Suite.GPT: "GPT", Suite.MOE: "MoE", Suite.WIDE_RESNET: "Wide-ResNet"}
 
 
-def said_of(plan: Plan) -> str:
-    """Stages, meshes, microbatches and schedule."""
-    count = f"{plan.num_microbatches} microbatch" + "es" * (plan.num_microbatches > 1)
-    if not plan.is_pipeline:
-        return f"{plan.mesh}, {count}"
-    meshes: list[str] = []
-    for stage in plan.stages:
-        meshes.append("×".join(map(str, stage.mesh.axis_sizes)))
-    runs = [f"{meshes.count(mesh)} stages on {mesh}" for mesh in dict.fromkeys(meshes)]
-    return f"{' + '.join(runs)}, {count}, {plan.schedule.value}"
-
-
-def row_of(outcome: Outcome) -> tuple[str, ...]:
+def line_of(row: Row) -> tuple[str, ...]:
     """One line of the table."""
-    cell, digits = outcome.cell, DIGITS[outcome.cell.suite]
-    plan = outcome.refusal if outcome.plan is None else said_of(outcome.plan)
-    known = outcome.needed_bytes == outcome.needed_bytes  # a number
+    digits = DIGITS[row.suite]
     return (
-        f"{NAMES[cell.suite]} {cell.size}",
-        str(cell.num_devices),
-        outcome.asked.value,
-        plan,
-        "" if outcome.petaflops is None else f"{outcome.petaflops:.{digits + 1}f}",
-        bytes_text(int(outcome.needed_bytes)) if known else "",
-        f"{outcome.core_seconds:.0f}",
-        figure_text(outcome.published, digits),
-        "" if outcome.ratio is None else f"{outcome.ratio:.2f}",
+        f"{NAMES[row.suite]} {row.size}",
+        str(row.num_devices),
+        row.asked.value,
+        row.said,
+        "" if row.petaflops is None else f"{row.petaflops:.{digits + 1}f}",
+        "" if row.needed_bytes is None else bytes_text(row.needed_bytes),
+        f"{row.core_seconds:.0f}",
+        figure_text(row.published, digits),
+        "" if row.ratio is None else f"{row.ratio:.2f}",
     )
-
-
-def figure_text(figure: Figure, digits: int) -> str:
-    """A published throughput."""
-    return figure.value if isinstance(figure, Missing) else f"{figure:.{digits}f}"
 
 
 def calibration_text(found: Calibration) -> str:
@@ -63,11 +43,11 @@ def calibration_text(found: Calibration) -> str:
     )
 
 
-def print_table(outcomes: Sequence[Outcome], console: Console, title: str) -> None:
-    """All outcomes."""
+def print_table(rows: Sequence[Row], console: Console, title: str) -> None:
+    """All rows."""
     table = Table(title=title)
     for column in COLUMNS:
         table.add_column(column)
-    for one in outcomes:
-        table.add_row(*row_of(one))
+    for row in rows:
+        table.add_row(*line_of(row))
     console.print(table)
