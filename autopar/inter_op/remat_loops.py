@@ -185,12 +185,14 @@ class _Body:
     @cached_property
     def _residuals(self) -> frozenset[int]:
         """What only the backward loop reads, as rows."""
-        readers, results = _readers(self._graph), self._loop.results[self._carries :]
-        found = set(self._rows)
-        for value, result in zip(self._body.outputs[self._carries :], results, strict=True):
-            if result in self._graph.outputs or not all(self._reads_rows(one) for one in readers.get(result, ())):
-                found.discard(value if value is not None else -1)
-        return frozenset(found)
+        readers = _readers(self._graph)
+        both = zip(self._body.outputs[self._carries :], self._loop.results[self._carries :], strict=True)
+        shared = {
+            value
+            for value, result in both
+            if result in self._graph.outputs or not all(map(self._reads_rows, readers.get(result, ())))
+        }
+        return frozenset(self._rows.keys() - shared)
 
     def _reads_rows(self, reader: Reader) -> bool:
         number, position = reader
