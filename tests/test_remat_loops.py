@@ -126,6 +126,20 @@ def test_predicted_memory_is_that_of_remat_in_the_body() -> None:
         assert full < 1.05 * by_hand
 
 
+def test_a_trip_waits_for_its_cotangent() -> None:
+    """The barrier guards what is carried into the block, one row of it, and a cotangent; weights need no guard."""
+    _, forms = forms_of_model(deep_gpt())
+    _, backward = loops_of(forms.program(forms.all(Remat.FULL)))
+    body = backward.bodies[0]
+    (barrier,) = (one for one in body.operators if one.primitive == BARRIER)
+    shapes = [body.values[value].shape for value in barrier.operands if value is not None]
+    assert shapes == [(16, 64, 64)] * 2
+    first = body.operators.index(barrier)
+    assert not any(one.primitive == "dot_general" for one in body.operators[:first])
+    consts, carries = _compat.scan_arity(backward.equation.params)
+    assert set(barrier.operands) & set(body.inputs[consts : consts + carries])
+
+
 def test_masks_are_made_in_the_trips() -> None:
     """They are made of nothing, and as large as the scores of the whole batch."""
     plain, forms = forms_of_model(deep_gpt())
