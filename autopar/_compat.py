@@ -196,10 +196,7 @@ def with_scan_body(params: dict[str, Any], body: Any, num_consts: int) -> dict[s
 
 
 def scan_equation(like: Any, invars: Sequence[Any], outvars: Sequence[Any], body: Any, arity: tuple[int, int]) -> Any:
-    """The ``scan`` ``like`` with other operands, results and closed body, of so many constants and carries.
-
-    It is for reading: what it says of its results' tree stays that of ``like``.
-    """
+    """The ``scan`` ``like`` with other operands, results and closed body, of so many constants and carries."""
     consts, carries = arity
     params = dict(like.params, jaxpr=body)
     if "num_consts" in params:
@@ -209,6 +206,7 @@ def scan_equation(like: Any, invars: Sequence[Any], outvars: Sequence[Any], body
 
         sizes = (consts, carries, len(invars) - consts - carries)
         params["ft_in"] = flattree.pack(tuple(map(flattree.nones, sizes)))
+        params["ft_out"] = flattree.pack((flattree.nones(carries), flattree.nones(len(outvars) - carries)))
     return like.replace(invars=list(invars), outvars=list(outvars), params=params)
 
 

@@ -69,7 +69,7 @@ def with_offload(
     except BudgetError as error:
         kept, refusal = None, error
     elsewhere = offloaded(subject, _reason(cluster, demands, kept))
-    if not elsewhere.hosted or (kept is not None and not _may_be_faster(elsewhere, cluster, kept, planners)):
+    if not elsewhere.hosted or (kept is not None and not _may_be_faster(elsewhere, cluster, demands, kept, planners)):
         return or_raise(kept, refusal)
     report("planning with the optimizer's state in the memory of the hosts")
     if kept is not None:
@@ -109,10 +109,10 @@ def _may_pay(subject: Subjected, cluster: Cluster, demands: Demands) -> bool:
     return has_host_memory(cluster.device.platform.value)
 
 
-def _may_be_faster(subject: Subjected, cluster: Cluster, kept: Planned, planners: Planners) -> bool:
+def _may_be_faster(subject: Subjected, cluster: Cluster, demands: Demands, kept: Planned, planners: Planners) -> bool:
     """Whether memory limits a plan, and copies of the state, cut over all devices, take less than what that may cost."""
     _, plan, found = kept
-    is_limited = plan.is_pipeline or plan.num_microbatches > 1 or plan.remat.is_any
+    is_limited = plan.is_pipeline or plan.num_microbatches > 1 or (plan.remat.is_any and demands.remat is None)
     if not is_limited and (found is None or not found.is_squeezed):
         return False
     if len(subject.graph.operators) > LARGE_OPERATORS:  # every plan of a large step takes long

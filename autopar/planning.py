@@ -66,7 +66,7 @@ from autopar.pipelines import (
 )
 from autopar.plan import Plan
 from autopar.reach import Subject
-from autopar.remat_search import Alike, Planned, Planners, with_remat
+from autopar.remat_search import Alike, Planned, Planners, as_demanded, with_remat
 from autopar.schedule.spmd import output_layouts
 from autopar.subjects import Demands, Rewritings, Subjected
 from autopar.user_shardings import UserDemands, UserShardings, check_undivided, user_demands, with_wishes
@@ -138,11 +138,15 @@ def make_plan(
     def best(one: Subjected) -> Planned:
         return with_remat(one, cluster, demands, planners, report_progress)
 
+    platform = cluster.device.platform.value
+
     def faster(one: Subjected, seconds: float) -> Planned | None:
-        return _Planner(one, cluster, demands, report_progress).on_one_mesh_below(seconds)
+        asked = as_demanded(one, demands, platform)
+        return _Planner(asked, cluster, demands, report_progress).on_one_mesh_below(seconds)
 
     def regardless() -> float:
-        free = _Planner(subject, cluster, replace(demands, memory_per_device=math.inf), report_progress)
+        asked = as_demanded(subject, demands, platform)
+        free = _Planner(asked, cluster, replace(demands, memory_per_device=math.inf), report_progress)
         return free.plan_in(demands.num_microbatches or 1)[1].step_seconds
 
     if demands.like is not None:

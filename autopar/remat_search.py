@@ -76,10 +76,8 @@ def with_remat(
     Raises :class:`~autopar.errors.BudgetError` where nothing fits, and whatever planning raises.
     """
     platform = cluster.device.platform.value
-    if demands.remat is Remat.NONE:
-        return planners.best(subject)
     if demands.remat is not None:
-        return planners.best(rematerialised(subject, rematerialising(subject).all(demands.remat), platform))
+        return planners.best(as_demanded(subject, demands, platform))
     refusal: BudgetError | None = None
     try:
         kept: Planned | None = planners.best(subject)
@@ -105,6 +103,13 @@ def with_remat(
     if kept is not None:
         found.append(kept)
     return min(found, key=lambda one: one[1].step_seconds)
+
+
+def as_demanded(subject: Subjected, demands: Demands, platform: str) -> Subjected:
+    """The step as it was written with what every layer is to compute again; as it is where that is left open."""
+    if demands.remat in (None, Remat.NONE):
+        return subject
+    return rematerialised(subject, rematerialising(subject).all(demands.remat), platform)
 
 
 def or_raise(kept: Planned | None, refusal: BudgetError | None) -> Planned:

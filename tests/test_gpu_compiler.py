@@ -100,6 +100,8 @@ def test_a_plan_is_what_the_compiler_of_h100s_makes_of_it(name: str, method: str
         ("gpt", "full", "tensor_parallel"),
         ("gpt", "dots", "zero3"),
         ("gpt_remat", "none", "data_parallel"),
+        ("gpt_scan", "full", "data_parallel"),
+        ("gpt_scan", "dots", "zero3"),
     ],
 )
 def test_what_is_computed_again_is_not_kept(name: str, remat: str, method: str) -> None:
@@ -108,8 +110,8 @@ def test_what_is_computed_again_is_not_kept(name: str, remat: str, method: str) 
     step = autopar.parallelize(model.train_step, method=method, remat=remat, solver_seconds=SOLVER_SECONDS)
     found = compiled_for_h100(step, model, 8)
     check(found)
-    if (name, method) == ("gpt", "data_parallel"):
-        whole = verified(name, method, 8).figure("memory in all").compiled
+    if name != "gpt_remat" and method == "data_parallel":
+        whole = verified("gpt", method, 8).figure("memory in all").compiled
         assert found.figure("memory in all").compiled < 0.5 * whole
 
 

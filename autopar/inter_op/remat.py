@@ -16,13 +16,15 @@ is what ``jax.checkpoint`` lowers to (Chen et al., 2016, "Training Deep Nets wit
 that is differentiated already, and so a choice of whoever plans it.  Copies stand where they are first read, in the phase of the
 backward pass.
 
-A loop in the forward pass is one operator: it is run again as a whole.
+A loop in the forward pass is one operator.  Where its backward loop can compute again trip by trip what its trips leave
+(:mod:`autopar.inter_op.remat_loops`), both are rewritten so first, as the layer of the loop chooses, and what it then leaves is
+kept; any other loop is run again as a whole, and one that the user's own code rematerialises not at all.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -30,15 +32,17 @@ from typing import Any
 import jax.numpy as jnp
 
 from autopar import _compat
-from autopar._compat import DropVar, Literal, Var
+from autopar._compat import Literal
 from autopar.graph.build import BARRIER, build_graph
 from autopar.graph.fusion import FREE, FUSIBLE, INPUT_FUSIBLE
 from autopar.graph.inline import inline
-from autopar.graph.ir import Graph, Operator, Phase
+from autopar.graph.ir import Graph, Operator, Phase, Value
 from autopar.graph.tracing import TracedProgram
+from autopar.inter_op.copies import Again, CopyWriter, leading_to, made_of
 from autopar.inter_op.layers import layers
 from autopar.inter_op.looped import as_one_trip, looped
 from autopar.inter_op.placing import SMALL_BYTES, anchored_among
+from autopar.inter_op.remat_loops import Inside, divided, loop_pairs, with_divided
 from autopar.plan import LayerRemat, Remat
 
 MOST_LAYERS = 64
@@ -55,15 +59,6 @@ class RematCost:
     bytes_moved: float
 
 
-@dataclass(frozen=True)
-class _Again:
-    """What one layer computes again: values that its backward pass reads, operators that make them, and what those read."""
-
-    needed: frozenset[int]
-    operators: tuple[Operator, ...]
-    guarded: tuple[int, ...]
-
-
 class Rematerialising:
     """Owns what is known of a step whose layers may compute values again."""
 
@@ -73,35 +68,21 @@ class Rematerialising:
         """``batch`` are the input positions of batch leaves."""
         self._program, self._graph, self._batch = program, graph, tuple(batch)
         self._state_pairs = tuple(state_pairs)
-        rows = {graph.inputs[position] for position in batch}
-        heavy = {v for v in graph.inputs if v not in rows and graph.values[v].size_bytes > SMALL_BYTES}
-        anchored = anchored_among(graph.operators, heavy, rows)
-        self._of_weights = _made_of(graph, {v for v in graph.inputs if v not in rows and _is_inexact(graph, v)}) - rows
-        self._changing = rows | _made_of(graph, {v for v in graph.inputs if _may_be_key(graph, v)})
-        self._dtypes = {value.id: value.dtype for value in graph.all_values()}
-        self._number: dict[int, int] = {}  # of a forward operator: how many of those that are counted precede it
-        forward = [operator for operator in graph.operators if operator.phase is Phase.FORWARD]
-        self._counted = [operator for operator in forward if operator.id in anchored]
-        position = -1
-        for operator in forward:
-            position += operator.id in anchored
-            self._number[operator.id] = max(position, 0)
-        self._maker = {result: operator for operator in graph.operators for result in operator.results}
-        self._readers: dict[int, list[Operator]] = {}
-        for operator in graph.operators:
-            for value in operator.operands:
-                if value is not None:
-                    self._readers.setdefault(value, []).append(operator)
-        self._results = frozenset(v for v in graph.outputs if v is not None)
+        self._written = _Level(graph, self._batch, frozenset())
+        self._pairs = loop_pairs(graph)
+        self._inside: dict[Remat, tuple[Inside, ...]] = {Remat.NONE: ()}
+        self._levels: dict[frozenset[tuple[Remat, int]], _Level] = {}
 
     @property
     def num_positions(self) -> int:
         """How many operators the forward pass counts."""
-        return len(self._counted)
+        return len(self._written.counted)
 
     @property
     def says_remat(self) -> bool:
         """Whether the user's own code rematerialises (``jax.checkpoint``, ``nn.remat``)."""
+        if any(pair.is_rematted for pair in self._pairs):
+            return True
         return any(operator.primitive == BARRIER for operator, _ in self._graph.all_operators())
 
     @cached_property
@@ -117,30 +98,30 @@ class Rematerialising:
         """The same choice for every layer."""
         return LayerRemat(self.starts, (kind,) * len(self.starts))
 
-    def kept(self, chosen: LayerRemat, layer: int) -> frozenset[int]:
-        """Values of the forward pass that the backward pass of a layer reads, of the step as it was written."""
-        again = self._again(chosen, layer)
-        own = {v for o in self._forward() if self._layer(chosen, o) == layer for v in o.results}
-        read = {v for v in own if self._is_read_backward(v)} - again.needed
-        made_again = {v for o in again.operators for v in o.results} - set(again.guarded)
-        read |= {v for o in again.operators for v in o.operands if v is not None} - made_again
-        return frozenset(v for v in read if v in self._maker and self._maker[v].id in self._number)
+    def kept(self, chosen: LayerRemat, layer: int) -> frozenset[Value]:
+        """Values of the forward pass that the backward pass of a layer reads; those of trips are stacks of all trips."""
+        level = self._level(chosen)
+        return frozenset(level.graph.values[value] for value in level.kept(chosen, layer))
 
-    def repeated(self, chosen: LayerRemat, layer: int) -> tuple[Operator, ...]:
-        """The operators of the forward pass that a layer computes again."""
-        return self._again(chosen, layer).operators
+    def repeated(self, chosen: LayerRemat, layer: int) -> tuple[tuple[Operator, int], ...]:
+        """The operators of the forward pass that a layer computes again, and how often."""
+        found = [(operator, 1) for operator in self._level(chosen).again(chosen, layer).operators]
+        return (*found, *((o, one.trips) for one in self._divided(chosen, layer) for o in one.operators))
 
     def cost(self, chosen: LayerRemat, layer: int) -> RematCost:
         """What the choice for a layer means."""
-        values, again = self._graph.values, self._again(chosen, layer)
+        level = self._level(chosen)
+        values, again = level.graph.values, level.again(chosen, layer)
         flops: dict[str, float] = {}
         moved = float(sum(values[value].size_bytes for value in {*again.guarded, *again.needed}))
-        for operator, trips in _all_of(again.operators):
-            if operator.primitive not in _PART_OF_OTHERS:
-                dtype = self._dtypes[operator.results[0]]
-                flops[dtype] = flops.get(dtype, 0.0) + operator.flops * trips
-                moved += operator.bytes_moved * trips
-        return RematCost(sum(values[value].size_bytes for value in self.kept(chosen, layer)), flops, moved)
+        moved += sum(one.moved_bytes for one in self._divided(chosen, layer))
+        for whole, times in self.repeated(chosen, layer):
+            for operator, trips in _all_of(whole):
+                if operator.primitive not in _PART_OF_OTHERS:
+                    dtype = str(operator.equation.outvars[0].aval.dtype)
+                    flops[dtype] = flops.get(dtype, 0.0) + operator.flops * trips * times
+                    moved += operator.bytes_moved * trips * times
+        return RematCost(sum(value.size_bytes for value in self.kept(chosen, layer)), flops, moved)
 
     def program(self, chosen: LayerRemat) -> TracedProgram:
         """The step with copies (see the module docstring); results and inputs are the same."""
@@ -148,7 +129,7 @@ class Rematerialising:
         whole = _compat.make_closed_jaxpr(
             jaxpr.invars,
             jaxpr.outvars,
-            self._equations(chosen),
+            self._level(chosen).equations(chosen),
             self._program.jaxpr,
             constvars=jaxpr.constvars,
             consts=_compat.consts_of(self._program.jaxpr),
@@ -158,24 +139,108 @@ class Rematerialising:
     def surviving(self, chosen: LayerRemat) -> tuple[int, ...]:
         """Which operators of the forward pass, counted from 0, are left of it in :meth:`program`; ascending."""
         jaxpr = _compat.jaxpr_of(self._program.jaxpr)
+        level = self._level(chosen)
         read = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
         live = set()
-        for equation in reversed(self._equations(chosen)):
+        for equation in reversed(level.equations(chosen)):
             if equation.effects or not read.isdisjoint(equation.outvars):
                 live.add(id(equation))
                 read.update(atom for atom in equation.invars if not isinstance(atom, Literal))
-        return tuple(self._number[o.id] for o in self._counted if id(o.equation) in live)
+        return tuple(number for number, one in enumerate(level.counted) if id(one.equation) in live)
 
-    def _equations(self, chosen: LayerRemat) -> list[Any]:
+    def _divided(self, chosen: LayerRemat, layer: int) -> tuple[Inside, ...]:
+        """The loops of a layer that compute again trip by trip."""
+        kind, operators = chosen.kinds[layer], self._graph.operators
+        if kind not in self._inside:
+            self._inside[kind] = divided(self._graph, self._pairs, _KEEPS[kind], self._written.at_hand)
+        return tuple(
+            one for one in self._inside[kind] if self._written.layer(chosen, operators[one.pair.forward]) == layer
+        )
+
+    def _level(self, chosen: LayerRemat) -> _Level:
+        """The step with its loops rewritten as chosen; layers know nothing of it yet."""
+        layers = range(len(chosen.kinds))
+        loops = [(chosen.kinds[layer], one) for layer in layers for one in self._divided(chosen, layer)]
+        key = frozenset((kind, one.pair.forward) for kind, one in loops)
+        if not loops and not any(pair.is_rematted for pair in self._pairs):
+            return self._written
+        if key not in self._levels:
+            jaxpr = with_divided(self._graph, [one for _, one in loops], self._written.changing)
+            settled = {pair.forward for pair in self._pairs if pair.is_rematted}
+            graph = build_graph(jaxpr, platform="cpu") if loops else self._graph
+            self._levels[key] = _Level(graph, self._batch, settled | {one.pair.forward for _, one in loops})
+        return self._levels[key]
+
+
+class _Level:
+    """Owns what is known of one flat program; nothing in its loops is looked at."""
+
+    def __init__(self, graph: Graph, batch: Sequence[int], settled: Set[int]) -> None:
+        """The loops at the positions ``settled`` say themselves what is computed again: their results are kept."""
+        self.graph = graph
+        rows = {graph.inputs[position] for position in batch}
+        heavy = {v for v in graph.inputs if v not in rows and graph.values[v].size_bytes > SMALL_BYTES}
+        anchored = anchored_among(graph.operators, heavy, rows)
+        self._of_weights = made_of(graph, {v for v in graph.inputs if v not in rows and _is_inexact(graph, v)}) - rows
+        self.changing = rows | made_of(graph, {v for v in graph.inputs if _may_be_key(graph, v)})
+        self._settled = {graph.operators[position].id for position in settled}
+        self._number: dict[int, int] = {}  # of a forward operator: how many of those that are counted precede it
+        forward = [operator for operator in graph.operators if operator.phase is Phase.FORWARD]
+        self.counted = tuple(operator for operator in forward if operator.id in anchored)
+        position = -1
+        for operator in forward:
+            position += operator.id in anchored
+            self._number[operator.id] = max(position, 0)
+        self._maker = {result: operator for operator in graph.operators for result in operator.results}
+        self._readers: dict[int, list[Operator]] = {}
+        for operator in graph.operators:
+            for value in operator.operands:
+                if value is not None:
+                    self._readers.setdefault(value, []).append(operator)
+        self._results = frozenset(v for v in graph.outputs if v is not None)
+
+    @property
+    def at_hand(self) -> frozenset[int]:
+        """Values that are there in the backward pass of the step as it was written, or are made of weights alone."""
+        ends = {*self.graph.inputs, *self.graph.constants, *self._of_weights}
+        return frozenset(ends | {value for value in self._maker if self._is_read_backward(value)})
+
+    def kept(self, chosen: LayerRemat, layer: int) -> frozenset[int]:
+        """See :meth:`Rematerialising.kept`."""
+        again = self.again(chosen, layer)
+        own = {v for o in self._forward() if self.layer(chosen, o) == layer for v in o.results}
+        read = {v for v in own if self._is_read_backward(v)} - again.needed
+        made_again = {v for o in again.operators for v in o.results} - set(again.guarded)
+        read |= {v for o in again.operators for v in o.operands if v is not None} - made_again
+        return frozenset(v for v in read if v in self._maker and self._maker[v].id in self._number)
+
+    def equations(self, chosen: LayerRemat) -> list[Any]:
         """The equations of the step and of the copies, those without use among them."""
-        layers = [self._again(chosen, layer) for layer, kind in enumerate(chosen.kinds) if kind is not Remat.NONE]
-        return list(_Writer(self._graph, [layer for layer in layers if layer.needed], self._changing).equations())
+        layers = [self.again(chosen, layer) for layer, kind in enumerate(chosen.kinds) if kind is not Remat.NONE]
+        made_backward = {v for o in self.graph.operators if o.phase is Phase.BACKWARD for v in o.results}
+        cotangents = made_backward & self.changing  # zeros, with which sums begin, are to be seen as such
+        return list(CopyWriter(self.graph, [layer for layer in layers if layer.needed], cotangents).equations())
+
+    def layer(self, chosen: LayerRemat, operator: Operator) -> int:
+        """The layer of an operator of the forward pass."""
+        return bisect_right(chosen.starts, self._number[operator.id]) - 1
+
+    def again(self, chosen: LayerRemat, layer: int) -> Again:
+        """What a layer computes again."""
+        if chosen.kinds[layer] is Remat.NONE:
+            return Again(frozenset(), (), ())
+
+        def is_kept(value: int) -> bool:
+            return self._is_kept(value, chosen, layer)
+
+        own = [o for o in self._forward() if self.layer(chosen, o) == layer]
+        made = [value for operator in own for value in operator.results]
+        needed = frozenset(value for value in made if self._is_read_backward(value) and not is_kept(value))
+        operators, starts = leading_to(own, needed, is_kept)
+        return Again(needed, operators, tuple(value for value in starts if value in self.changing))
 
     def _forward(self) -> Iterator[Operator]:
-        return (operator for operator in self._graph.operators if operator.id in self._number)
-
-    def _layer(self, chosen: LayerRemat, operator: Operator) -> int:
-        return bisect_right(chosen.starts, self._number[operator.id]) - 1
+        return (operator for operator in self.graph.operators if operator.id in self._number)
 
     def _is_read_backward(self, value: int) -> bool:
         return any(reader.phase is Phase.BACKWARD for reader in self._readers.get(value, ()))
@@ -183,49 +248,14 @@ class Rematerialising:
     def _is_kept(self, value: int, chosen: LayerRemat, layer: int) -> bool:
         """Whether a value is at hand in the backward pass whatever the layer computes again."""
         maker = self._maker.get(value)
-        if maker is None or maker.id not in self._number or self._layer(chosen, maker) != layer:
+        if maker is None or maker.id not in self._number or self.layer(chosen, maker) != layer:
             return True
-        if value in self._of_weights or value in self._results or maker.equation.effects:
+        if value in self._of_weights or value in self._results or maker.equation.effects or maker.id in self._settled:
             return True
-        if chosen.kinds[layer] is Remat.DOTS and _is_plain_product(maker):
+        if _KEEPS[chosen.kinds[layer]](maker):
             return True
         readers = self._readers.get(value, ())
-        return any(o.id in self._number and self._layer(chosen, o) != layer for o in readers)
-
-    def _again(self, chosen: LayerRemat, layer: int) -> _Again:
-        if chosen.kinds[layer] is Remat.NONE:
-            return _Again(frozenset(), (), ())
-        own = [o for o in self._forward() if self._layer(chosen, o) == layer]
-        needed = {
-            value
-            for operator in own
-            for value in operator.results
-            if self._is_read_backward(value) and not self._is_kept(value, chosen, layer)
-        }
-        made: set[int] = set()
-        guarded: dict[int, None] = {}
-        wanted = set(needed)
-        for operator in reversed(own):
-            if wanted.isdisjoint(operator.results):
-                continue
-            made.add(operator.id)
-            for value in operator.operands:
-                if value is None:
-                    continue
-                if not self._is_kept(value, chosen, layer):
-                    wanted.add(value)
-                elif value in self._changing:
-                    guarded[value] = None
-        return _Again(frozenset(needed), tuple(o for o in own if o.id in made), tuple(guarded))
-
-
-def _made_of(graph: Graph, values: set[int]) -> set[int]:
-    """The values and all that is made of any of them."""
-    found = set(values)
-    for operator in graph.operators:
-        if not found.isdisjoint(operator.operands):
-            found.update(operator.results)
-    return found
+        return any(o.id in self._number and self.layer(chosen, o) != layer for o in readers)
 
 
 def _is_inexact(graph: Graph, value: int) -> bool:
@@ -246,103 +276,16 @@ def _is_plain_product(operator: Operator) -> bool:
     return operator.primitive == "dot_general" and not operator.equation.params["dimension_numbers"][1][0]
 
 
+_KEEPS: Mapping[Remat, Callable[[Operator], bool]] = {Remat.FULL: lambda _: False, Remat.DOTS: _is_plain_product}
+"""Of which operators the results are kept where a layer computes again."""
+
 _PART_OF_OTHERS = FUSIBLE | INPUT_FUSIBLE | FREE
 """Work that runs inside other kernels: what it reads and makes in the end is counted, what is between is not."""
 
 
-def _all_of(operators: Iterable[Operator]) -> Iterator[tuple[Operator, int]]:
-    """Operators and those of their bodies, each with the number of times it runs."""
-    for operator in operators:
-        if not operator.bodies:
-            yield operator, 1
-        for body in operator.bodies:
-            yield from body.all_operators()
-
-
-class _Writer:
-    """Owns the copies that are written so far."""
-
-    def __init__(self, graph: Graph, layers: Iterable[_Again], changing: Set[int]) -> None:
-        """``changing`` are values that depend on the batch or on keys."""
-        self._graph = graph
-        self._layers = tuple(layers)
-        self._of_value = {value: layer for layer in self._layers for value in layer.needed}
-        self._copies: dict[int, Any] = {}  # by value: its copy
-        self._behind: dict[int, dict[int, Any]] = {}  # by layer (its identity), value: what stands behind the barrier
-        self._variable: dict[int, Any] = {}
-        jaxpr = _compat.jaxpr_of(graph.jaxpr)
-        self._variable.update(zip(graph.inputs, jaxpr.invars, strict=True))
-        self._variable.update(zip(graph.constants, jaxpr.constvars, strict=True))
-        for operator in graph.operators:
-            self._variable.update(zip(operator.results, operator.equation.outvars, strict=True))
-        made_backward = {v for o in graph.operators if o.phase is Phase.BACKWARD for v in o.results}
-        self._cotangents = made_backward & changing  # zeros, with which sums begin, are to be seen as such
-        self._makers = {id(one): {v: o for o in one.operators for v in o.results} for one in self._layers}
-
-    def equations(self) -> Iterator[Any]:
-        """The equations of the whole program, copies among them."""
-        for operator in self._graph.operators:
-            reads = [v for v in operator.operands if v in self._of_value] if operator.phase is Phase.BACKWARD else []
-            if not reads:
-                yield operator.equation
-                continue
-            swapped: dict[int, Any] = {}
-            for value in reads:
-                assert value is not None
-                layer = self._of_value[value]
-                if id(layer) not in self._behind:
-                    yield from self._barrier(layer, operator)
-                    gates = [v for v in operator.operands if v is not None and v in self._behind[id(layer)]]
-                    swapped.update({v: self._behind[id(layer)][v] for v in gates if v in self._cotangents})
-                yield from self._copy(value, layer)
-                swapped[value] = self._copies[value]
-            yield self._reading(operator, swapped, operator.equation.source_info)
-
-    def _barrier(self, layer: _Again, first_reader: Operator) -> Iterator[Any]:
-        """The barrier of a layer, if there is anything to guard."""
-        cotangents = [v for v in first_reader.operands if v is not None and v in self._cotangents]
-        values = list(dict.fromkeys((*layer.guarded, *cotangents)))
-        found = {value: Var(self._variable[value].aval) for value in values}
-        self._behind[id(layer)] = dict(found)
-        like = layer.operators[0].equation
-        if not values:
-            return
-        yield like.replace(
-            invars=[self._variable[value] for value in values],
-            outvars=list(found.values()),
-            primitive=_compat.optimization_barrier_primitive(),
-            params={},
-            effects=frozenset(),
-            source_info=_compat.in_backward_pass(like),
-        )
-
-    def _copy(self, value: int, layer: _Again) -> Iterator[Any]:
-        """The equations that make the copy of a value, those of what it is made of first; none if it is there."""
-        makers = self._makers[id(layer)]
-        stack = [value]
-        while stack:
-            if stack[-1] in self._copies:
-                stack.pop()
-                continue
-            operator = makers[stack[-1]]
-            missing = [v for v in operator.operands if v in makers and self._is_own(v, layer) and v not in self._copies]
-            if missing:
-                stack.extend(v for v in missing if v is not None)
-                continue
-            read = {v: self._copies[v] for v in operator.operands if v in self._copies and self._is_own(v, layer)}
-            read |= {v: self._behind[id(layer)][v] for v in layer.guarded if v in operator.operands}
-            equation = self._reading(operator, read, _compat.in_backward_pass(operator.equation))
-            outvars = [v if isinstance(v, DropVar) else Var(v.aval) for v in operator.equation.outvars]
-            self._copies.update(zip(operator.results, outvars, strict=True))
-            yield equation.replace(outvars=outvars)
-
-    def _is_own(self, value: int | None, layer: _Again) -> bool:
-        """Whether copies read a copy of a value and not what was kept of it."""
-        return value not in layer.guarded
-
-    def _reading(self, operator: Operator, instead: dict[int, Any], source_info: Any) -> Any:
-        atoms = [
-            atom if value is None or isinstance(atom, Literal) else instead.get(value, atom)
-            for value, atom in zip(operator.operands, operator.equation.invars, strict=True)
-        ]
-        return operator.equation.replace(invars=atoms, source_info=source_info)
+def _all_of(operator: Operator) -> Iterator[tuple[Operator, int]]:
+    """An operator, or those of its bodies, each with the number of times it runs."""
+    if not operator.bodies:
+        yield operator, 1
+    for body in operator.bodies:
+        yield from body.all_operators()
