@@ -163,7 +163,7 @@ class Prediction:
     allocation_seconds: float = 0.0
     """Seconds that memory costs because it is new to the call, as far as that was measured."""
     host_seconds: float = 0.0
-    """Seconds of copies from the memory of the host, and back."""
+    """Seconds of copies from the memory of the host, and back; of a pipeline on the mesh that copies most."""
     hidden_seconds: float = 0.0
     """Seconds of communication that the compiler hides behind work; part of ``communication_seconds``."""
 

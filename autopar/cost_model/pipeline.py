@@ -85,6 +85,11 @@ class StageCost:
         """Seconds of all calls in a step of ``count`` microbatches."""
         return sum(cost.seconds * (count if part.per_microbatch else 1) for (part, _), cost in self.executables.items())
 
+    def host_seconds(self, count: int) -> float:
+        """Of those the seconds of copies from and to the memory of the host."""
+        costs = self.executables.items()
+        return sum(cost.host_seconds * (count if part.per_microbatch else 1) for (part, _), cost in costs)
+
     @cached_property
     def slot_bytes(self) -> tuple[int, ...]:
         """Bytes on one device of the array in a place, by the number of the place."""
@@ -261,8 +266,8 @@ def _most_hosted(instructions: InstructionList, costs: Sequence[StageCost]) -> i
 def predict_pipeline(costs: Sequence[StageCost], homes: Sequence[int], count: int, said: Forecast) -> Prediction:
     """What is said of a whole step of ``count`` microbatches, from the price of every stage and its mesh.
 
-    Seconds as simulated; work, collectives and copies of the busiest mesh, on one of its devices; bytes of the fullest device,
-    and in the memory of the host for the one that has most there.
+    Seconds as simulated; work and collectives of the busiest mesh, on one of its devices; bytes of the fullest device; copies and
+    bytes in the memory of the host of the mesh that has most of them.
     """
     on_mesh: list[list[StageCost]] = [[] for _ in said.peak_bytes]
     for home, cost in zip(homes, costs, strict=True):
@@ -296,7 +301,7 @@ def predict_pipeline(costs: Sequence[StageCost], homes: Sequence[int], count: in
         ),
         simulated_seconds=said.step_seconds,
         allocation_seconds=sum(cost.allocation_seconds * times for cost, times in runs),
-        host_seconds=sum(cost.host_seconds * times for cost, times in runs),
+        host_seconds=max(sum(cost.host_seconds(count) for cost in own) for own in on_mesh),
         hidden_seconds=sum(cost.hidden_seconds * times for cost, times in runs),
     )
 

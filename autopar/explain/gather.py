@@ -284,7 +284,7 @@ def _residual_notes(case: _Case, stages: Sequence[StageRow]) -> tuple[str, ...]:
     asked = "you asked for it" if case.step.demands.offload is Offload.ACTIVATIONS else "memory needs it"
     text += f" ({asked}): {'; '.join(parts)}"
     seconds = seconds_text(case.plan.prediction.host_seconds)
-    return (f"{text}. Copies take the busiest mesh {seconds} of a step, if nothing hides them.",)
+    return (f"{text}. Copies take a mesh {seconds} of its step at most, if nothing hides them.",)
 
 
 def _remat_notes(case: _Case) -> tuple[str, ...]:
