@@ -544,9 +544,10 @@ def parallelize(function: Callable[..., Any] | None = None, /, **options: Any) -
     * ``remat``: what every layer of the model computes again in the backward pass instead of keeping it: ``"none"``, ``"dots"``
       (all but matrix products without batch dimensions and convolutions), ``"full"`` (all). Default: nothing, or, where memory
       is what limits the plan and the step says nothing of ``jax.checkpoint``, what is fastest, layer by layer.
-    * ``offload``: what lies in the memory of the hosts between steps, copied to the devices and back in each: ``"none"``, or
-      ``"optimizer_state"``, the state that only the update reads (moments, averages). Default (``"auto"``): nothing, or, on one
-      mesh, that state where no plan fits otherwise or the step is then faster.
+    * ``offload``: what lies in the memory of the hosts, copied to the devices and back in each step: ``"none"``,
+      ``"optimizer_state"``, the state that only the update reads (moments, averages), on one mesh, or ``"activations"``, what the
+      stages of a pipeline keep of microbatches for their backward passes. Default (``"auto"``): nothing, or, where memory
+      limits the plan, that state or as many of those as it needs, where no plan fits otherwise or the step is then faster.
     * ``batch_coupling``: where examples of a batch depend on each other through the parameters (batch normalisation, in-batch
       contrast, routing by capacity), ``"refuse"`` cuts no batch, and ``"per_microbatch"`` treats each microbatch as a batch
       of its own: losses, gradients and statistics are then means of the microbatches', which are other numbers.

@@ -11,6 +11,9 @@ Memory limits p if it runs in several microbatches, computes layers again, or la
 what p takes longer than the best plan on one mesh regardless of memory; if the copies alone, with the state cut over all devices,
 take as long, o is not looked for, nor is it for programs of many operators.  Seconds of copies count in full
 (:mod:`autopar.cost_model.hosted`).
+
+What stages of a pipeline keep for their backward passes may lie there as well.  Whether it pays is asked where stages are planned
+(:mod:`autopar.inter_op.hosting`); here only, whether it can be done where it is demanded.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from autopar.cost_model.hosted import has_host_memory, seconds_per_hosted_byte
 from autopar.errors import BudgetError, PlanError
 from autopar.intra_op.search import LARGE_OPERATORS
 from autopar.methods import IntraOp, method_of
-from autopar.pipelines import come_first, wants_pipeline
+from autopar.pipelines import come_first, may_offload, wants_pipeline
 from autopar.plan import Offload
 from autopar.remat_search import Planned, or_raise
 from autopar.subjects import Demands, Subjected, offloaded
@@ -61,6 +64,8 @@ def with_offload(
         return planners.best(subject)
     if demands.offload is Offload.OPTIMIZER_STATE:
         return planners.best(_as_demanded(subject, cluster))
+    if demands.offload is Offload.ACTIVATIONS:
+        return _with_activations(subject, cluster, planners)
     if not _may_pay(subject, cluster, demands):
         return planners.best(subject)
     refusal: BudgetError | None = None
@@ -81,16 +86,23 @@ def with_offload(
         raise BudgetError(f"{refusal} {also}", needed_bytes=error.needed_bytes) from None
 
 
+def _with_activations(subject: Subjected, cluster: Cluster, planners: Planners) -> Planned:
+    """The best pipeline with its residuals on the hosts; raises PlanError where they cannot lie there, or there are none."""
+    asked = f"offload={Offload.ACTIVATIONS.value!r}"
+    _check_hosts(asked, cluster)
+    found = planners.best(subject)
+    if found[1].offload is not Offload.ACTIVATIONS:
+        raise PlanError(
+            f"{asked} finds nothing: no stage keeps anything for the backward passes of several microbatches at a time; ask for "
+            "more microbatches, or leave it out"
+        )
+    return found
+
+
 def _as_demanded(subject: Subjected, cluster: Cluster) -> Subjected:
     """The step as the user wants its state to lie; raises PlanError where it cannot."""
     asked = f"offload={Offload.OPTIMIZER_STATE.value!r}"
-    if cluster.runs_on is not None or cluster.is_distributed:
-        raise PlanError(f"{asked} is for the devices of one process, and {cluster.name} has several; leave it out")
-    if has_host_memory(cluster.device.platform.value) and cluster.host_memory_link is None:
-        raise PlanError(
-            f"{asked} has no price: {cluster.name} does not say how fast its devices reach the memory of their host; say so, "
-            "for example cluster.replace(host_memory_link=autopar.cluster.Link(1e-5, 2.5e10))"
-        )
+    _check_hosts(asked, cluster)
     found = offloaded(subject, "you asked for it")
     if not found.hosted:
         raise PlanError(
@@ -100,13 +112,22 @@ def _as_demanded(subject: Subjected, cluster: Cluster) -> Subjected:
     return found
 
 
+def _check_hosts(asked: str, cluster: Cluster) -> None:
+    """Refuse what a cluster cannot do; raises PlanError."""
+    if cluster.runs_on is not None or cluster.is_distributed:
+        raise PlanError(f"{asked} is for the devices of one process, and {cluster.name} has several; leave it out")
+    if has_host_memory(cluster.device.platform.value) and cluster.host_memory_link is None:
+        raise PlanError(
+            f"{asked} has no price: {cluster.name} does not say how fast its devices reach the memory of their host; say so, "
+            "for example cluster.replace(host_memory_link=autopar.cluster.Link(1e-5, 2.5e10))"
+        )
+
+
 def _may_pay(subject: Subjected, cluster: Cluster, demands: Demands) -> bool:
     """Whether the memory of the hosts is another one, its link known, and a plan on one mesh of one process open."""
     if wants_pipeline(demands) or not isinstance(method_of(demands.method), IntraOp):
         return False
-    if cluster.runs_on is not None or cluster.is_distributed or cluster.host_memory_link is None:
-        return False
-    return has_host_memory(cluster.device.platform.value)
+    return may_offload(cluster)
 
 
 def _may_be_faster(subject: Subjected, cluster: Cluster, demands: Demands, kept: Planned, planners: Planners) -> bool:

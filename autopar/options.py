@@ -155,13 +155,22 @@ def _check_schedule(demands: Demands) -> None:
 
 
 def _check_offload(options: Options) -> None:
-    """Refuse stages whose state is to lie in the memory of the host, which only a plan on one mesh can have there."""
+    """Refuse stages whose state is to lie in the memory of the host, which only a plan on one mesh can have there.
+
+    Likewise residuals, where there are no stages.
+    """
     demands = options.demands
     has_stages = demands.stages not in (None, 1) or isinstance(method_of(demands.method), InterOp)
     if demands.offload is Offload.OPTIMIZER_STATE and has_stages:
         raise PlanError(
             f"offload={Offload.OPTIMIZER_STATE.value!r} keeps the state of a step on one mesh in the memory of the hosts; that "
             "of stages stays on their devices. Leave stages= (or method='inter_op') out, or offload="
+        )
+    if demands.offload is Offload.ACTIVATIONS and not has_stages:
+        raise PlanError(
+            f"offload={Offload.ACTIVATIONS.value!r} keeps what the stages of a pipeline leave for their backward passes in the "
+            "memory of the hosts, and no stages are asked for; say how many, for example stages=2. On one mesh use "
+            "num_microbatches= or remat="
         )
 
 

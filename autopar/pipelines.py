@@ -23,6 +23,7 @@ from autopar.constraints import (
     with_constraints,
     without_axes_of_one,
 )
+from autopar.cost_model.hosted import has_host_memory
 from autopar.cost_model.pipeline import predict_pipeline
 from autopar.errors import BudgetError, PlanError
 from autopar.graph.build import LoopKind
@@ -33,6 +34,7 @@ from autopar.inter_op.assemble import Assembled, assemble_plan, layouts_of_leave
 from autopar.inter_op.crossings import boundaries
 from autopar.inter_op.dealing import check_homes, homes_of, schedule_of, stages_per_mesh_of
 from autopar.inter_op.examples import CoupledBatchError
+from autopar.inter_op.hosting import Hosting
 from autopar.inter_op.layers import layers
 from autopar.inter_op.looped import Looped, looped
 from autopar.inter_op.pipeline_search import ESTIMATED_COUNT, SCHEDULES, Wanted, estimated_examples, search_pipelines
@@ -49,7 +51,7 @@ from autopar.intra_op.restrict import Reach, Restriction
 from autopar.intra_op.search import LARGE_OPERATORS, MANY_OPERATORS
 from autopar.likeness import Likeness, StageAsThere, as_there, cuts_as_there
 from autopar.methods import InterOp, IntraOp, mesh_of, method_of
-from autopar.plan import UNOPENED, Opening, Plan, Schedule, SolverReport
+from autopar.plan import UNOPENED, Offload, Opening, Plan, Schedule, SolverReport
 from autopar.reach import Subject, batch_reach
 from autopar.remat_search import Alike
 from autopar.schedule.orders import OrderFunction, as_entries
@@ -182,7 +184,8 @@ def pipeline_alike(
 ) -> Alike:
     """A pipeline of the same stages, devices, schedule and microbatches as another one, with stages cut before other operators.
 
-    There is none if the fastest plans of its stages, regardless of memory, do not keep the budget on every mesh.
+    There is none if the fastest plans of its stages, regardless of memory, do not keep the budget on every mesh, nor with
+    residuals in the memory of the hosts, where they may lie there.
     """
     one = as_loop(
         subject,
@@ -194,9 +197,8 @@ def pipeline_alike(
     schedule = schedule_of(plan, plan.num_microbatches) if demands.schedule is None else demands.schedule
     arrangement = Arrangement(cuts, tuple(stage.devices for stage in plan.stages), schedule)
     squeezed = planner.squeezed(arrangement)
-    if any(squeezed):
-        return Alike(None, squeezed)
-    return Alike((one, plan_of_pipeline(one, cluster, demands, planner.plan(arrangement)), None), squeezed)
+    found = planner.with_hosts(arrangement) if any(squeezed) else planner.plan(arrangement)
+    return Alike(None if found is None else (one, plan_of_pipeline(one, cluster, demands, found), None), squeezed)
 
 
 def come_first(subject: Subjected, cluster: Cluster) -> bool:
@@ -378,8 +380,24 @@ def pipeline_task(
         solver_seconds=demands.solver_seconds,
         report_progress=report_progress,
         demands=_StageDemands(subject, demands),
+        hosting=_hosting(cluster, demands),
         budget_by_host=_budget_by_host(cluster, demands),
     )
+
+
+def _hosting(cluster: Cluster, demands: Demands) -> Hosting:
+    """Which residuals may lie in the memory of the hosts; whether a demand can be met was asked before."""
+    if demands.offload is Offload.ACTIVATIONS:
+        return Hosting.ALL
+    is_free = demands.offload is None and demands.like is None and isinstance(method_of(demands.method), IntraOp)
+    return Hosting.NEEDED if is_free and may_offload(cluster) else Hosting.NONE
+
+
+def may_offload(cluster: Cluster) -> bool:
+    """Whether the memory of the hosts is another one, its link known, and all devices are of one process."""
+    if cluster.runs_on is not None or cluster.is_distributed or cluster.host_memory_link is None:
+        return False
+    return has_host_memory(cluster.device.platform.value)
 
 
 def _budget_by_host(cluster: Cluster, demands: Demands) -> tuple[float, ...]:

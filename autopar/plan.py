@@ -94,6 +94,9 @@ class Stage:
     Stages on the same devices are on one mesh, which runs the parts of all of them.
     """
     sum_scatter: SumScatter = SumScatter.COLLECTIVE
+    hosted: tuple[int, ...] = ()
+    """Of a pipeline: values of a microbatch, ascending, that lie in the memory of the host from their forward pass to their
+    backward pass (:mod:`autopar.schedule.residuals`)."""
 
     def home(self, value: int, rank: int) -> Layout:
         """Where a value of this rank lies."""
@@ -135,7 +138,8 @@ class Memory:
     by_kind: Mapping[str, int]
     largest: tuple[tuple[str, int], ...] = ()
     host_bytes: int = 0
-    """Of the device's part of arrays that lie in the memory of its host between steps; in none of the figures above."""
+    """Of the device's part of arrays that lie in the memory of its host, between steps or, of a pipeline, between passes; in none
+    of the figures above."""
 
     @property
     def total_bytes(self) -> int:
@@ -159,7 +163,7 @@ class Prediction:
     allocation_seconds: float = 0.0
     """Seconds that memory costs because it is new to the call, as far as that was measured."""
     host_seconds: float = 0.0
-    """Seconds of copies from the memory of the host, and back."""
+    """Seconds of copies from the memory of the host, and back; of a pipeline on the mesh that copies most."""
     hidden_seconds: float = 0.0
     """Seconds of communication that the compiler hides behind work; part of ``communication_seconds``."""
 
@@ -244,10 +248,13 @@ class Remat(Enum):
 
 
 class Offload(Enum):
-    """What lies in the memory of the host between steps: nothing, or the state that only the update reads."""
+    """What lies in the memory of the host: nothing, the state that only the update reads (between steps), or what the stages of a
+    pipeline keep of microbatches for their backward passes.
+    """
 
     NONE = "none"
     OPTIMIZER_STATE = "optimizer_state"
+    ACTIVATIONS = "activations"
 
 
 @dataclass(frozen=True)
@@ -324,6 +331,8 @@ class Plan:
     @property
     def offload(self) -> Offload:
         """What lies in the memory of the host."""
+        if any(stage.hosted for stage in self.stages):
+            return Offload.ACTIVATIONS
         return Offload.OPTIMIZER_STATE if self.hosted else Offload.NONE
 
     @property

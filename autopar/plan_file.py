@@ -2,7 +2,7 @@
 
     load(save(plan)) = plan     exactly: floats are written by their shortest text that reads back to the same bits
 
-The file is JSON, ``{"format": "autopar.plan", "version": 8, "plan": {…}}`` with the fields of ``Plan``.  Layouts and
+The file is JSON, ``{"format": "autopar.plan", "version": 9, "plan": {…}}`` with the fields of ``Plan``.  Layouts and
 strategies are few and their users many (24 equal layers), so each distinct one stands once in a table, ``layouts`` or
 ``strategies``, and is referred to by its place there: ``homes``, ``copies`` and ``strategies`` of a stage are pairs
 ``[id, place]``, ``in_layouts`` and ``out_layouts`` are places.
@@ -45,7 +45,7 @@ from autopar.plan import (
 )
 
 FILE_FORMAT = "autopar.plan"
-FILE_VERSION = 8
+FILE_VERSION = 9
 OLDEST_VERSION = 3
 """Files of which nothing but what was added since is missing."""
 _ADVICE = "correct it, or plan again and save anew"
@@ -83,6 +83,7 @@ class _StageEntry(Struct, forbid_unknown_fields=True):
     strategies: _Pairs
     devices: tuple[_Whole, ...] = ()
     sum_scatter: SumScatter = SumScatter.COLLECTIVE
+    hosted: tuple[_Whole, ...] = ()
 
 
 class _CollectiveEntry(Struct, forbid_unknown_fields=True):
@@ -222,6 +223,7 @@ def encode_plan(plan: Plan) -> bytes:
             strategies.pairs(stage.strategies),
             tuple(index(device) for device in stage.devices),
             stage.sum_scatter,
+            tuple(map(index, stage.hosted)),
         )
         for stage in plan.stages
     )
@@ -462,7 +464,7 @@ class _Reader:
         """Positions of inputs, ascending, of a plan on one mesh."""
         hosted = self._stored.hosted
         if hosted and len(self._stored.stages) > 1:
-            raise self._error("$.plan.hosted", "of a plan of several stages nothing lies in the memory of the hosts")
+            raise self._error("$.plan.hosted", "of a plan of several stages no state lies in the memory of the hosts")
         if list(hosted) != sorted(set(hosted)):
             raise self._error("$.plan.hosted", f"{list(hosted)} do not ascend")
         if hosted and hosted[-1] >= len(self._stored.in_paths):
@@ -516,7 +518,16 @@ class _Reader:
             self._mapping(f"{place}.strategies", entry.strategies, self._strategies, mesh),
             entry.devices,
             entry.sum_scatter,
+            self._residuals(f"{place}.hosted", entry.hosted),
         )
+
+    def _residuals(self, place: str, hosted: tuple[int, ...]) -> tuple[int, ...]:
+        """Values of a stage, ascending; whether they are kept for its backward pass the step says."""
+        if hosted and len(self._stored.stages) == 1:
+            raise self._error(place, "a plan of one stage keeps nothing of a microbatch from one program to another")
+        if list(hosted) != sorted(set(hosted)):
+            raise self._error(place, f"{list(hosted)} do not ascend")
+        return hosted
 
     def _mapping(self, place: str, pairs: _Pairs, table: tuple[_Entry, ...], mesh: Mesh) -> dict[int, _Entry]:
         """The pairs [id, place in the table] as a mapping; no id twice."""

@@ -11,6 +11,9 @@ copies.
 * *two A100s*: cut over the devices the moments fit, and nothing is copied.
 * *one H100 of 80 GiB, of which some is taken*: everything fits in small microbatches, which cost less than PCIe …
 * *one Grace Hopper, of which as much is taken*: … and more than NVLink-C2C, the link between its processor and its GPU.
+
+First come pipelines: residual blocks (x + tanh(x·A)·B, A four times as wide, float32) in two stages, whose residuals are kept,
+made again, or on the hosts; fixed choices regardless of memory, free ones within a budget that fixed ``dots`` exceeds.
 """
 
 from __future__ import annotations
@@ -66,6 +69,27 @@ def mlp(width: int, layers: int, examples: int, optimizer: optax.GradientTransfo
     return Model("mlp", make_state, train_step, make_batch, examples)
 
 
+def blocks(width: int) -> Model:
+    """Residual blocks that widen four times, with plain descent: of a number in the middle 2 · width FLOPs make another one."""
+
+    def make_state() -> Any:
+        keys = jax.random.split(jax.random.key(0), 8)
+        shapes = [(width, 4 * width), (4 * width, width)] * 4
+        return [jax.random.normal(key, shape) / width for key, shape in zip(keys, shapes, strict=True)]
+
+    def loss(weights: Any, batch: Any) -> jax.Array:
+        x = batch["x"]
+        for wide, narrow in zip(weights[::2], weights[1::2], strict=True):
+            x = x + jnp.tanh(x @ wide) @ narrow
+        return jnp.mean(x**2)
+
+    def train_step(state: Any, batch: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss)(state, batch)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, gradients), value
+
+    return Model("blocks", make_state, train_step, lambda rows: {"x": np.ones((rows, width), np.float32)}, 8 * 4096)
+
+
 @dataclass(frozen=True)
 class Case:
     """A model on a cluster."""
@@ -103,8 +127,68 @@ def planned(case: Case, model: Model, offload: str | None) -> Plan:
     return step.plan(model.abstract_state(), model.abstract_batch())
 
 
+ABLATION: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("kept", {"remat": "none", "offload": "none"}),
+    ("dots", {"remat": "dots", "offload": "none"}),
+    ("full", {"remat": "full", "offload": "none"}),
+    ("activations", {"remat": "none", "offload": "activations"}),
+    ("dots, activations", {"remat": "dots", "offload": "activations"}),
+    ("auto without hosts", {"offload": "none"}),
+    ("[bold]auto[/bold]", {}),
+)
+PIPELINES = (
+    ("Grace Hopper links, width 8192", first("p4d.24xlarge", 2).replace(host_memory_link=C2C), 8192),
+    ("PCIe, width 8192", first("p4d.24xlarge", 2), 8192),
+    ("PCIe, width 512", first("p4d.24xlarge", 2), 512),
+)
+
+
+def piped(model: Model, cluster: Cluster, memory_per_device: float, options: dict[str, Any]) -> Plan:
+    """The plan of a pipeline of two stages, 8 microbatches under 1F1B."""
+    step = autopar.parallelize(
+        model.train_step,
+        cluster=cluster,
+        stages=((0,), (1,)),
+        num_microbatches=8,
+        schedule="1f1b",
+        memory_per_device=memory_per_device,
+        **options,
+    )
+    return step.plan(model.abstract_state(), model.abstract_batch())
+
+
+def pipelines() -> Table:
+    """Pipelines, with a budget between what ``dots`` needs with everything on the devices and with all residuals on the hosts."""
+    table = Table(title="What stages keep for their backward passes: predicted step")
+    for name in ("case", "budget", "choice", "step", "of it copies", "a device", "a host, for each", "computed again"):
+        table.add_column(name)
+    for name, cluster, width in PIPELINES:
+        model = blocks(width)
+        dots, there = (piped(model, cluster, 1e15, dict(ABLATION)[one]) for one in ("dots", "dots, activations"))
+        budget_bytes = (dots.peak_bytes + there.peak_bytes) / 2
+        for choice, options in ABLATION:
+            is_free = "auto" in choice
+            shown = [name, f"{budget_bytes / GIB:.2f} GiB", choice]
+            try:
+                plan = piped(model, cluster, budget_bytes if is_free else 1e15, options)
+            except BudgetError:
+                table.add_row(*shown, "does not fit")
+                continue
+            table.add_row(
+                *shown,
+                f"{plan.step_seconds:.4f} s",
+                f"{plan.prediction.host_seconds:.4f} s",
+                f"{plan.peak_bytes / GIB:.2f} GiB" + ("" if plan.peak_bytes <= budget_bytes else ", too much"),
+                f"{plan.prediction.memory.host_bytes / GIB:.2f} GiB",
+                str(plan.remat),
+                end_section=choice == ABLATION[-1][0],
+            )
+    return table
+
+
 def main() -> None:
-    """Plan all cases, and print one table."""
+    """Plan all cases, and print two tables."""
+    Console(width=170).print(pipelines())
     table = Table(title="Where the optimizer's state lies: predicted step")
     for name in (
         "case",

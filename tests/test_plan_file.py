@@ -95,7 +95,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
 def test_entries_stand_in_the_tables_once(tmp_path: Path) -> None:
     content = stored(TOY, tmp_path / "plan.json")
-    assert (content["format"], content["version"]) == ("autopar.plan", 8)
+    assert (content["format"], content["version"]) == ("autopar.plan", 9)
     plan = content["plan"]
     assert plan["layouts"] == [
         {"dims": [["data", "model"], []], "partial": []},
@@ -476,6 +476,8 @@ def test_files_of_the_versions_before_are_read(version: int, unknown: tuple[str,
     del content["plan"]["prediction"]["hidden_seconds"]
     for stage in content["plan"]["stages"] if version < 7 else ():
         del stage["sum_scatter"]
+    for stage in content["plan"]["stages"]:
+        del stage["hosted"]
     (tmp_path / "plan.json").write_text(json.dumps(content))
     assert Plan.load(tmp_path / "plan.json") == TOY
 
@@ -483,9 +485,9 @@ def test_files_of_the_versions_before_are_read(version: int, unknown: tuple[str,
 @pytest.mark.parametrize(
     ("version", "message"),
     [
-        (9, "$.version is 9, written by a newer release, and this one reads 8; upgrade autopar"),
-        (2, "$.version is 2, written by an older release, and this one reads 8; plan again with this release"),
-        (0, "$.version is 0, and there is no such version (this release reads 8)"),
+        (10, "$.version is 10, written by a newer release, and this one reads 9; upgrade autopar"),
+        (2, "$.version is 2, written by an older release, and this one reads 9; plan again with this release"),
+        (0, "$.version is 0, and there is no such version (this release reads 9)"),
         ("1", "Expected `int`, got `str` - at `$.version`"),
     ],
 )

@@ -35,19 +35,24 @@ SIMULATED_AT_LEAST = 32
 
 @dataclass(frozen=True)
 class Forecast:
-    """Seconds of a step, and the most bytes on a device of each mesh."""
+    """Seconds of a step, and the most bytes on a device of each mesh, and in the memory of its host for it."""
 
     step_seconds: float
     peak_bytes: tuple[float, ...]
+    host_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A simulated step of ``count`` microbatches; ``row_bytes`` are given to a device of each mesh for every microbatch."""
+    """A simulated step of ``count`` microbatches; ``row_bytes`` are given to a device of each mesh for every microbatch.
+
+    ``host_bytes`` are the most in the memory of the host: where a step repeats itself, the same in longer ones.
+    """
 
     count: int
     simulation: Simulation
     row_bytes: tuple[float, ...]
+    host_bytes: tuple[int, ...] = ()
 
 
 REPEATING = frozenset(
@@ -88,7 +93,7 @@ def forecast(rehearsals: Sequence[Rehearsal], count: int) -> Forecast:
     """What a step of ``count`` microbatches takes; ``rehearsals`` are those of :func:`rehearsed_counts`."""
     last = rehearsals[-1]
     if last.count == count:
-        return Forecast(last.simulation.step_seconds, last.simulation.peak_bytes)
+        return Forecast(last.simulation.step_seconds, last.simulation.peak_bytes, last.host_bytes)
     first, more = rehearsals[0], count - last.count
     repeats = more / (last.count - first.count)
     seconds = last.simulation.step_seconds
@@ -102,6 +107,7 @@ def forecast(rehearsals: Sequence[Rehearsal], count: int) -> Forecast:
     return Forecast(
         seconds + repeats * (seconds - first.simulation.step_seconds),
         tuple(max(peak + repeats * max(0.0, peak - before), early + more * row) for before, peak, early, row in peaks),
+        last.host_bytes,
     )
 
 

@@ -1,4 +1,4 @@
-"""What does it cost to keep arrays in the memory of the host between steps?
+"""What does it cost to keep arrays in the memory of the host between steps, or between the passes of a microbatch?
 
     seconds = Σ over copies (α + n / β)        α, β of the link between a device and its host, β shared by the devices on it
 
@@ -10,12 +10,19 @@ On the device there is, of all that, what is *in flight*.  Leaves that an update
 parameter) are a group; the next values of one are copied back while the next group's are computed, so two groups are there at
 the same time.  What is copied to the device first, because no fused kernel reads it, is there as well.
 
+What a stage of a pipeline keeps for its backward pass (:mod:`autopar.schedule.residuals`) is copied to the host by the executable
+that makes it, and to the device by each that reads it, at the same price; all that one call of an executable copies is on the
+device as long as it runs, whatever the compiler does to need less.  The stages on one host copy at the same time, so there they
+share a link as devices of one stage do.
+
 XLA:CPU has one memory: nothing is copied, and nothing is saved.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
 
 from autopar.cluster import Cluster, Platform
 from autopar.errors import ClusterError
@@ -42,13 +49,12 @@ def hosted_bytes(program: SpmdProgram, platform: str) -> int:
 def host_seconds(program: SpmdProgram, cluster: Cluster) -> float:
     """Seconds of the copies of a step, one after the other."""
     hosted = program.hosted
-    if not (hosted.inputs or hosted.outputs) or not has_host_memory(cluster.device.platform.value):
+    if not hosted.is_any or not has_host_memory(cluster.device.platform.value):
         return 0.0
     read = _read(program)
     copied = [program.inputs[position] for position in hosted.inputs if program.inputs[position] in read]
     copied += [buffer for position in hosted.outputs if (buffer := program.outputs[position]) is not None]
-    sent_bytes = sum(local_bytes(program, buffer) for buffer in copied)
-    return len(copied) * _link_latency(cluster) + sent_bytes * seconds_per_hosted_byte(cluster)
+    return copy_seconds(len(copied), sum(local_bytes(program, buffer) for buffer in copied), cluster)
 
 
 def seconds_per_hosted_byte(cluster: Cluster) -> float:
@@ -65,6 +71,22 @@ def seconds_per_hosted_byte(cluster: Cluster) -> float:
 def _link_latency(cluster: Cluster) -> float:
     assert cluster.host_memory_link is not None
     return cluster.host_memory_link.latency_seconds
+
+
+def copy_seconds(copies: int, copied_bytes: float, cluster: Cluster) -> float:
+    """Seconds of so many copies one way, of so many bytes of a device in all."""
+    return copies * _link_latency(cluster) + copied_bytes * seconds_per_hosted_byte(cluster)
+
+
+def beside_others(cluster: Cluster, devices: Sequence[int]) -> Cluster:
+    """The cluster of these devices alone, with what the other devices of their hosts leave them of the link to their memory."""
+    part, link = cluster.part(devices), cluster.host_memory_link
+    if link is None:
+        return part
+    alone, together = (min(link.shared_by, one.devices_per_host) for one in (part, cluster))
+    if alone == together:
+        return part
+    return part.replace(host_memory_link=replace(link, bytes_per_second=link.bytes_per_second * alone / together))
 
 
 def bytes_in_flight(program: SpmdProgram) -> int:

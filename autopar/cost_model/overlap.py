@@ -51,7 +51,7 @@ Move = tuple[Buffer, int]
 
 def hides_collectives(program: SpmdProgram, cluster: Cluster) -> bool:
     """Whether anything of a program is hidden."""
-    saves_memory = bool(program.hosted.inputs) or rematerialises(program.steps)
+    saves_memory = program.hosted.is_any or rematerialises(program.steps)
     return cluster.hides_collectives and not saves_memory
 
 

@@ -5,6 +5,8 @@ An executable takes Σ runs + Σ collectives − what is hidden of these, as a w
 and of the memory that is new to it; a message takes those of a transfer.  What of messages is hidden, and what waits, is the
 simulator's to say, which lets meshes compute side by side and messages travel meanwhile:
 
+What executables copy from and to the memory of the host (:mod:`autopar.schedule.residuals`) is part of their seconds.
+
     step seconds = when the last instruction of the last list is done
     bytes of a device = its slots at the fullest moment, each as long as its list keeps it, and the running executable's scratch
 """
@@ -20,6 +22,7 @@ from autopar.cluster import Cluster
 from autopar.cost_model.arrays import arrays_of
 from autopar.cost_model.exchanges import exchange_seconds
 from autopar.cost_model.forecast import Forecast
+from autopar.cost_model.hosted import has_host_memory, host_seconds
 from autopar.cost_model.machine import Load, Machine, make_machine, message_load
 from autopar.cost_model.memory import timeline
 from autopar.cost_model.predict import priced
@@ -30,9 +33,10 @@ from autopar.graph.fusion import Fusion
 from autopar.plan import CollectiveUse, Memory, Prediction
 from autopar.profile import Dispatch
 from autopar.schedule.cross_mesh import CrossMeshTransfer, Placement, move_on_mesh
-from autopar.schedule.instructions import ONCE, Part, Slot, Task
+from autopar.schedule.instructions import ONCE, Free, InstructionList, Part, Run, Slot, Task
 from autopar.schedule.pipeline import Pipeline, StageLowering, layouts_of_crossing
 from autopar.schedule.reshard import local_shape
+from autopar.schedule.residuals import hosted_places
 from autopar.schedule.slices import Executable, Scope
 from autopar.schedule.spmd import SpmdProgram, local_bytes
 
@@ -51,12 +55,16 @@ class ExecutableCost:
     call_seconds: float = 0.0
     allocation_seconds: float = 0.0
     hidden_seconds: float = 0.0
+    host_seconds: float = 0.0
+    """Of copies from and to the memory of the host."""
 
     @property
     def seconds(self) -> float:
-        """The call, its new memory, compute and collectives, one after the other, less what is hidden of the last."""
+        """The call, its new memory, copies from and to the host, compute and collectives, one after the other, less what is
+        hidden of the last.
+        """
         own = self.compute_seconds + self.communication_seconds - self.hidden_seconds
-        return self.call_seconds + self.allocation_seconds + own
+        return self.call_seconds + self.allocation_seconds + self.host_seconds + own
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,8 @@ class StageCost:
 
     lowering: StageLowering
     executables: Mapping[tuple[Part, int], ExecutableCost]
+    in_host: frozenset[int] = frozenset()
+    """Numbers of the places that lie in the memory of the host, where that is another one."""
 
     def seconds(self, part: Part, segment: int = 0) -> float:
         """Seconds of one call; 0 where the stage has no such executable."""
@@ -75,9 +85,23 @@ class StageCost:
         """Seconds of all calls in a step of ``count`` microbatches."""
         return sum(cost.seconds * (count if part.per_microbatch else 1) for (part, _), cost in self.executables.items())
 
+    def host_seconds(self, count: int) -> float:
+        """Of those the seconds of copies from and to the memory of the host."""
+        costs = self.executables.items()
+        return sum(cost.host_seconds * (count if part.per_microbatch else 1) for (part, _), cost in costs)
+
     @cached_property
     def slot_bytes(self) -> tuple[int, ...]:
         """Bytes on one device of the array in a place, by the number of the place."""
+        return tuple(0 if name in self.in_host else size for name, size in enumerate(self._array_bytes))
+
+    @cached_property
+    def host_bytes(self) -> tuple[int, ...]:
+        """Bytes in the memory of the host of one device's part of the array in a place, by the number of the place."""
+        return tuple(size if name in self.in_host else 0 for name, size in enumerate(self._array_bytes))
+
+    @cached_property
+    def _array_bytes(self) -> tuple[int, ...]:
         values, mesh = self.lowering.slices.program.values, self.lowering.stage.mesh
         found = []
         for place in self.lowering.names:
@@ -96,9 +120,13 @@ class StageCost:
 
 def stage_cost(lowering: StageLowering, fusion: Fusion, cluster: Cluster) -> StageCost:
     """The price of a stage on a cluster of its devices alone."""
+    in_host: frozenset[int] = frozenset()
+    if has_host_memory(cluster.device.platform.value):
+        in_host = frozenset(lowering.names[place] for place in hosted_places(lowering.slices))
     return StageCost(
         lowering,
         {(one.part, one.segment): executable_cost(one, fusion, cluster) for one in lowering.slices.executables},
+        in_host,
     )
 
 
@@ -107,8 +135,9 @@ def executable_cost(one: Executable, fusion: Fusion, cluster: Cluster) -> Execut
     program = _as_program(one)
     platform = cluster.device.platform.value
     arrays = arrays_of(program, one.donations, platform)
-    price = priced(program, fusion, cluster, arrays)
-    temp_bytes = timeline(arrays, platform).temp_bytes
+    elsewhere = replace(program, hosted=one.hosted)
+    price = priced(elsewhere, fusion, cluster, arrays)
+    temp_bytes = timeline(arrays, platform).temp_bytes + _bytes_on_device(elsewhere, platform)
     return ExecutableCost(
         compute_seconds=price.compute_seconds,
         communication_seconds=price.communication_seconds,
@@ -120,7 +149,16 @@ def executable_cost(one: Executable, fusion: Fusion, cluster: Cluster) -> Execut
         call_seconds=_call_seconds(cluster),
         allocation_seconds=_allocation_seconds(one, temp_bytes, cluster),
         hidden_seconds=price.hidden_seconds,
+        host_seconds=host_seconds(elsewhere, cluster),
     )
+
+
+def _bytes_on_device(program: SpmdProgram, platform: str) -> int:
+    """Bytes on a device of what lies in the memory of the host but while the executable runs."""
+    if not has_host_memory(platform):
+        return 0
+    copied = [program.inputs[k] for k in program.hosted.inputs] + [program.outputs[k] for k in program.hosted.outputs]
+    return sum(local_bytes(program, buffer) for buffer in copied if buffer is not None)
 
 
 def _allocation_seconds(one: Executable, temp_bytes: int, cluster: Cluster) -> float:
@@ -209,10 +247,27 @@ def row_bytes(pipeline: Pipeline, costs: Sequence[StageCost]) -> tuple[float, ..
     return tuple(size / pipeline.order.num_microbatches for size in given)
 
 
+def host_bytes(pipeline: Pipeline, costs: Sequence[StageCost]) -> tuple[int, ...]:
+    """The most bytes in the memory of the host for one device of each mesh: what is between a forward and a backward pass."""
+    return tuple(_most_hosted(instructions, costs) for instructions in pipeline.lists.lists)
+
+
+def _most_hosted(instructions: InstructionList, costs: Sequence[StageCost]) -> int:
+    now = most = 0
+    for instruction in instructions:
+        if isinstance(instruction, Run):
+            now += sum(costs[slot.stage].host_bytes[slot.name] for slot in instruction.outputs)
+            most = max(most, now)
+        elif isinstance(instruction, Free):
+            now -= sum(costs[slot.stage].host_bytes[slot.name] for slot in instruction.slots)
+    return most
+
+
 def predict_pipeline(costs: Sequence[StageCost], homes: Sequence[int], count: int, said: Forecast) -> Prediction:
     """What is said of a whole step of ``count`` microbatches, from the price of every stage and its mesh.
 
-    Seconds as simulated; work and collectives of the busiest mesh, on one of its devices; bytes of the fullest device.
+    Seconds as simulated; work and collectives of the busiest mesh, on one of its devices; bytes of the fullest device; copies and
+    bytes in the memory of the host of the mesh that has most of them.
     """
     on_mesh: list[list[StageCost]] = [[] for _ in said.peak_bytes]
     for home, cost in zip(homes, costs, strict=True):
@@ -236,9 +291,17 @@ def predict_pipeline(costs: Sequence[StageCost], homes: Sequence[int], count: in
         flops=sum(cost.flops * times for cost, times in runs),
         bytes_moved=sum(cost.bytes_moved * times for cost, times in runs),
         collectives=tuple(collectives),
-        memory=Memory(state, state, state, peak - state, {"state": state, "other": peak - state}),
+        memory=Memory(
+            state,
+            state,
+            state,
+            peak - state,
+            {"state": state, "other": peak - state},
+            host_bytes=max(said.host_bytes, default=0),
+        ),
         simulated_seconds=said.step_seconds,
         allocation_seconds=sum(cost.allocation_seconds * times for cost, times in runs),
+        host_seconds=max(sum(cost.host_seconds(count) for cost in own) for own in on_mesh),
         hidden_seconds=sum(cost.hidden_seconds * times for cost, times in runs),
     )
 

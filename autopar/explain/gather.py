@@ -16,13 +16,13 @@ from autopar.errors import AutoparError, PlanError
 from autopar.explain.data import Leaf, LeafKind, Measured, MemoryUse, MethodTotals, Time
 from autopar.explain.explanation import Explanation
 from autopar.explain.layouts import leaves_of, parameter_groups, parameters_of, undivided
-from autopar.explain.pipeline import PipelineExplanation
+from autopar.explain.pipeline import PipelineExplanation, StageRow
 from autopar.explain.stages import leaves_on_stages, passage_rows, stage_rows, timeline_rows
 from autopar.explain.verdict import pipeline_verdict, verdict_text
 from autopar.explain.words import seconds_text
 from autopar.explain.work import collective_groups, communication_of, operator_uses, wasted_seconds
 from autopar.graph.fusion import fuse
-from autopar.plan import Plan, Prediction, SumScatter
+from autopar.plan import Offload, Plan, Prediction, SumScatter
 from autopar.schedule.orders import bubble_fraction
 from autopar.schedule.spmd import lower
 from autopar.wording import bytes_text, family_name, slashed
@@ -196,7 +196,7 @@ def _pipeline_explanation(case: _Case) -> PipelineExplanation:
         methods=tuple(_opponent(case, name) for name in case.step.opponents),
         alternatives=_alternatives(single),
         solver=plan.solver,
-        notes=_pipeline_notes(case),
+        notes=_pipeline_notes(case, stages),
     )
 
 
@@ -208,7 +208,7 @@ def _alternatives(single: MethodTotals) -> tuple[tuple[str, float], ...]:
     return ((f"the best plan without a pipeline, on mesh {single.mesh}{over}", single.step_seconds),)
 
 
-def _pipeline_notes(case: _Case) -> tuple[str, ...]:
+def _pipeline_notes(case: _Case, stages: Sequence[StageRow]) -> tuple[str, ...]:
     notes = []
     if case.subject.alone:
         notes.append(f"Each microbatch is treated as a batch of its own, for {case.subject.alone}.")
@@ -216,7 +216,14 @@ def _pipeline_notes(case: _Case) -> tuple[str, ...]:
         notes.append(f"There is one microbatch, because {case.subject.coupling}.")
     if not case.subject.donated or not case.step.demands.donate_state:
         notes.append("No state is donated, so a step holds the old and the new state at once.")
-    return (*notes, *_clock_notes(case), *_scatter_notes(case), *_remat_notes(case), *case.said[1])
+    return (
+        *notes,
+        *_clock_notes(case),
+        *_scatter_notes(case),
+        *_remat_notes(case),
+        *_residual_notes(case, stages),
+        *case.said[1],
+    )
 
 
 def _clock_notes(case: _Case) -> tuple[str, ...]:
@@ -258,6 +265,26 @@ def _offload_notes(case: _Case) -> tuple[str, ...]:
         return (f"{text}. Here that is the memory of the devices, so it saves nothing.",)
     text += f". That keeps {bytes_text(memory.host_bytes)} off each device; copies for the update and back take "
     return (f"{text}{seconds_text(seconds)}, {seconds / plan.step_seconds:.0%} of the step, if nothing hides them.",)
+
+
+def _residual_notes(case: _Case, stages: Sequence[StageRow]) -> tuple[str, ...]:
+    """What of microbatches lies in the memory of the hosts between their passes, on which stages, and what that costs."""
+    there = [row for row in stages if row.num_hosted]
+    if not there:
+        return ()
+    text = "Between forward and backward pass of a microbatch these lie in the memory of the hosts"
+    if not any(row.host_bytes for row in there):
+        arrays = "; ".join(f"of stage {row.number} {row.num_hosted} arrays" for row in there)
+        return (f"{text}: {arrays}. Here that is the memory of the devices, so it saves nothing.",)
+    parts = [
+        f"of stage {row.number} {row.num_hosted} arrays, up to {bytes_text(row.host_bytes)} for each device, copied in "
+        f"{seconds_text(row.host_seconds)} a microbatch"
+        for row in there
+    ]
+    asked = "you asked for it" if case.step.demands.offload is Offload.ACTIVATIONS else "memory needs it"
+    text += f" ({asked}): {'; '.join(parts)}"
+    seconds = seconds_text(case.plan.prediction.host_seconds)
+    return (f"{text}. Copies take a mesh {seconds} of its step at most, if nothing hides them.",)
 
 
 def _remat_notes(case: _Case) -> tuple[str, ...]:

@@ -43,6 +43,8 @@ class StageRow:
     ``update_seconds`` are of what runs once in a step.  Bytes are of one device: ``state_bytes`` of what it is given once in a
     step (state and batch), ``peak_bytes`` at its fullest moment.  That and ``busy_fraction`` are of all stages of the mesh.
     ``in_flight`` microbatches keep residuals at once.  ``kind`` is that of its devices, on a cluster of several.
+    ``num_hosted`` of the residuals lie in the memory of the host, at most ``host_bytes`` for each device of the mesh;
+    ``host_seconds`` are of copies there and back, for one microbatch.
     """
 
     number: int
@@ -63,6 +65,9 @@ class StageRow:
     peak_bytes: int
     budget_bytes: float
     kind: str = ""
+    num_hosted: int = 0
+    host_bytes: int = 0
+    host_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from autopar.cost_model.pipeline import host_bytes
 from autopar.cost_model.transfers import Direction, Level, link_loads, transfer_seconds
 from autopar.explain.data import Leaf
 from autopar.explain.layouts import kinds_of_inputs, layouts_in_use, leaf_at
@@ -43,6 +44,7 @@ def stage_rows(account: PipelineAccount, cluster: Cluster, memory_per_device: fl
     seconds: dict[tuple[int, Part], float] = defaultdict(float)
     for event in simulation.tasks:
         seconds[event.task.stage, event.task.part] += event.end_seconds - event.start_seconds
+    hosted = host_bytes(pipeline, account.costs)
     rows = []
     for number, (lowering, cost) in enumerate(zip(pipeline.stages, account.costs, strict=True)):
         mesh, operators = pipeline.homes[number], account.forward[number]
@@ -67,6 +69,9 @@ def stage_rows(account: PipelineAccount, cluster: Cluster, memory_per_device: fl
                 peak_bytes=int(simulation.peak_bytes[mesh]),
                 budget_bytes=float(memory_per_device or place.per_device_memory_bytes),
                 kind=place.device.name if cluster.host_devices else "",
+                num_hosted=len(lowering.stage.hosted),
+                host_bytes=hosted[mesh],
+                host_seconds=sum(one.host_seconds for one in cost.executables.values()),
             )
         )
     return tuple(rows)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from autopar.cluster import Cluster
+from autopar.cost_model.hosted import beside_others
 from autopar.cost_model.pipeline import StageCost, simulate_pipeline, stage_cost
 from autopar.cost_model.simulate import Simulation
 from autopar.graph.fusion import fuse
@@ -33,7 +34,8 @@ def account_of(whole: Assembled, loop: Looped, cuts: Sequence[int], cluster: Clu
     """Price and simulate an assembled pipeline, of which ``cuts`` are those of its plan."""
     pipeline = whole.pipeline
     costs = tuple(
-        stage_cost(lowering, fuse(lowering.graph), cluster.part(lowering.stage.devices)) for lowering in pipeline.stages
+        stage_cost(lowering, fuse(lowering.graph), beside_others(cluster, lowering.stage.devices))
+        for lowering in pipeline.stages
     )
     operators = forward_operators(loop)
     forward = tuple(operators[start:end] for start, end in pairwise((0, *cuts, len(operators))))

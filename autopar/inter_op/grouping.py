@@ -25,6 +25,7 @@ T_r = Σ (t + u/N) over the stages of mesh r, their bound and what they take if 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -69,6 +70,8 @@ class Estimates:
     costs: Mapping[Cluster, LayerCosts]
     crossing_bytes: np.ndarray
     most_stages: int
+    most_in_flight: float = math.inf
+    """Residuals of so many microbatches are on a device at most; those of others are elsewhere."""
 
     @property
     def num_layers(self) -> int:
@@ -274,7 +277,7 @@ class _Tables:
 
     def fits(self, part: Cluster, from_end: int) -> np.ndarray:
         """Of which runs a stage, so many from the last, keeps the budget."""
-        in_flight = min(self._count, from_end)
+        in_flight = min(self._count, from_end, self._estimates.most_in_flight)
         held: np.ndarray = self.state[part] + in_flight * self.residual[part] <= self._estimates.budgets[part]
         return held
 

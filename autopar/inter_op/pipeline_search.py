@@ -23,6 +23,7 @@ ZB-H1 exceeds the budget; of a large program only the fastest pipeline is tried 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -32,6 +33,7 @@ from autopar.errors import BudgetError, ScheduleError
 from autopar.graph.rules import Rulebook
 from autopar.inter_op.dealing import dealt_homes, homes_of
 from autopar.inter_op.grouping import Estimates, Grouping, best_groupings, given_grouping, shared_grouping
+from autopar.inter_op.hosting import Hosting
 from autopar.inter_op.layer_costs import layer_map
 from autopar.inter_op.layers import layers
 from autopar.inter_op.looped import Looped
@@ -76,6 +78,9 @@ that were estimated to be slower still are not looked at.
 
 What integer programs say of stages is within two thousandths of what their simulation says.
 """
+
+HOSTED_IN_FLIGHT = 1
+"""Of residuals that lie on the hosts those of one microbatch are on a device."""
 
 MOST_DEALT = 3
 """So many groupings whose stages are dealt round are planned exactly; of a large program one."""
@@ -417,16 +422,30 @@ class _Search:
             orders = [order.of_sizes({part.num_devices for part in costs}) for order in orders]
         most = min(mapped.num_layers, cluster.num_devices // min(sizes))
         self._estimates = {
-            order.hosts: Estimates(order, order.budgets(task.budget_of), costs, mapped.crossing_bytes, most)
+            order.hosts: Estimates(
+                order,
+                order.budgets(task.budget_of),
+                costs,
+                mapped.crossing_bytes,
+                most,
+                HOSTED_IN_FLIGHT if task.hosting is Hosting.ALL else math.inf,
+            )
             for order in orders
         }
         if not wanted.may_be_alone:
             return []
         everywhere = itertools.product(self._estimates.values(), self._counts)
-        found = [one for estimates, count in everywhere for one in best_groupings(estimates, count)]
+        found = [one for where, count in everywhere for one in self._best_groupings(task, where, count)]
         if wanted.num_stages is not None:
             found = [one for one in found if len(one.ends) == wanted.num_stages]
         return sorted(found, key=lambda one: one.bound_seconds)
+
+    def _best_groupings(self, task: PipelineTask, estimates: Estimates, count: int) -> list[Grouping]:
+        """The best groupings into so many microbatches; where none fits, those that fit with residuals on the hosts."""
+        found = best_groupings(estimates, count)
+        if found or task.hosting is not Hosting.NEEDED:
+            return found
+        return best_groupings(replace(estimates, most_in_flight=HOSTED_IN_FLIGHT), count)
 
     def _planner(self, count: int) -> StagePlanner:
         if count not in self._planners:

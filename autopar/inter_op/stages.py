@@ -5,7 +5,9 @@ forward and backward passes and one update.  Stages of the same structure on lik
 
 What a device holds is known only when the schedule is: a stage with k microbatches in flight keeps k sets of residuals.  So a
 stage is laid out without regard to memory first; where the simulated peak exceeds the budget, memory gets a price on that
-stage (:mod:`autopar.intra_op.priced`), which rises until the peak keeps the budget, and is lowered again in between.
+stage (:mod:`autopar.intra_op.priced`), which rises until the peak keeps the budget, and is lowered again in between.  Where
+residuals may lie in the memory of the hosts, the other way to keep it is to have as many there as memory needs
+(:mod:`autopar.inter_op.hosting`); the faster is taken.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from functools import cached_property
 
 from autopar.cluster import Cluster, Mesh
 from autopar.cost_model.forecast import Forecast, Rehearsal, forecast, lean_count, rehearsed_counts
+from autopar.cost_model.hosted import beside_others
 from autopar.cost_model.least import least_seconds
 from autopar.cost_model.machine import make_machine
-from autopar.cost_model.pipeline import StageCost, row_bytes, simulate_pipeline, stage_cost, transfers_of
+from autopar.cost_model.pipeline import StageCost, host_bytes, row_bytes, simulate_pipeline, stage_cost, transfers_of
 from autopar.cost_model.simulate import Simulation
 from autopar.errors import BudgetError, PlanError
 from autopar.graph.build import build_graph_by
@@ -28,6 +31,7 @@ from autopar.graph.ir import Graph
 from autopar.graph.rules import Rulebook
 from autopar.inter_op.assemble import Assembled, assemble
 from autopar.inter_op.cut import cut
+from autopar.inter_op.hosting import TIMES, HostedByStage, Hosting, by_stage, candidates, cheapest_for
 from autopar.inter_op.looped import Looped, constants_of
 from autopar.intra_op.priced import PricedStage, Prices
 from autopar.intra_op.restrict import Restriction
@@ -98,6 +102,7 @@ class PipelineTask:
     demands: Callable[[StageProgram, Graph, Cluster], StageDemands] = any_plan
     ground: Callable[[], Ground] | None = None
     """What plans of the whole looped step share, if it is known already."""
+    hosting: Hosting = Hosting.NONE
     budget_by_host: tuple[float, ...] = ()
     """What one device of each host may hold, where hosts differ in that; ``budget_bytes`` is then the least."""
 
@@ -262,6 +267,65 @@ class StagePlanner:
 
         One that takes ``give_up_seconds`` before it keeps the budget is returned as it is.
         """
+        there = self.with_hosts(arrangement, give_up_seconds)
+        if there is None:
+            return self._priced(arrangement, give_up_seconds)
+        try:
+            here = self._priced(arrangement, min(give_up_seconds, there.step_seconds))
+        except BudgetError:
+            return there
+        return here if here.step_seconds < there.step_seconds else there
+
+    def with_hosts(self, arrangement: Arrangement, give_up_seconds: float = float("inf")) -> PipelineFound | None:
+        """The fastest plans of the stages with what memory needs on the hosts; None where it needs nothing there, may not, or
+        that is too little, or takes ``give_up_seconds``.
+        """
+        if self._task.hosting is not Hosting.NEEDED:
+            return None
+        free = self._at(arrangement, self.cut(arrangement.cuts), [0.0] * len(arrangement.devices))
+        if free.step_seconds >= give_up_seconds or not any(self._over(free)):
+            return None
+        return self._relieved(free)
+
+    def _relieved(self, result: PipelineFound) -> PipelineFound | None:
+        """A pipeline that exceeds the budget, with residuals on the hosts so that it keeps it; None where they are too few."""
+        if self._task.hosting is not Hosting.NEEDED:
+            return None
+
+        def with_these(hosted: HostedByStage) -> PipelineFound:
+            return self._simulated(result.arrangement, result.cut, result.found, result.count, hosted)
+
+        known = candidates([cost.lowering for cost in result.costs], result.order, self._task.cluster)
+        stages = len(result.found)
+        everything = with_these(by_stage(known, stages))
+        if not known or any(self._over(everything)):
+            return None
+        excess_bytes = self._excess_bytes(result)
+        for _ in range(TIMES):
+            chosen = [
+                one
+                for mesh, excess in excess_bytes.items()
+                for one in cheapest_for([one for one in known if result.homes[one.stage] == mesh], excess)
+            ]
+            tried = with_these(by_stage(chosen, stages))
+            over = self._excess_bytes(tried)
+            if not over:
+                return tried
+            saved_bytes = dict.fromkeys(over, 0.0)
+            for one in chosen:
+                if (mesh := result.homes[one.stage]) in over:
+                    saved_bytes[mesh] += one.saved_bytes
+            excess_bytes |= {mesh: saved_bytes[mesh] + excess for mesh, excess in over.items()}
+        return everything
+
+    def _excess_bytes(self, result: PipelineFound) -> dict[int, float]:
+        """By how much meshes exceed their budgets, of those that do."""
+        budgets = dict(zip(result.homes, map(self._task.budget_of, result.arrangement.devices), strict=True))
+        peaks = enumerate(result.forecast.peak_bytes)
+        return {mesh: peak - budgets[mesh] for mesh, peak in peaks if peak > budgets[mesh]}
+
+    def _priced(self, arrangement: Arrangement, give_up_seconds: float) -> PipelineFound:
+        """The pipeline of an arrangement by prices of memory alone (see :meth:`plan`)."""
         made = self.cut(arrangement.cuts)
         prices = [0.0] * len(made.stages)
         result = self._at(arrangement, made, prices)
@@ -414,63 +478,87 @@ class StagePlanner:
                 tried = self._simulated(
                     arrangement, made, [together.get(number, one) for number, one in enumerate(found.found)]
                 )
-                if tried.step_seconds < found.step_seconds and not any(self._over(tried)):
-                    found = tried
+                if tried.step_seconds < found.step_seconds:
+                    kept = self._relieved(tried) if any(self._over(tried)) else tried
+                    if kept is not None and kept.step_seconds < found.step_seconds:
+                        found = kept
         return found
 
     def under(self, found: PipelineFound, schedule: Schedule | OrderFunction) -> PipelineFound | None:
         """The same stages under another schedule; None where that exceeds the budget."""
         arrangement = replace(found.arrangement, schedule=schedule)
         few = lean_count(schedule, found.count, len(arrangement.sharing))
-        if few is not None and any(self._over(self._simulated(arrangement, found.cut, found.found, few))):
-            return None
+        if few is not None:
+            lean = self._simulated(arrangement, found.cut, found.found, few)
+            if any(self._over(lean)) and self._relieved(lean) is None:
+                return None
         other = self._simulated(arrangement, found.cut, found.found)
-        return None if any(self._over(other)) else other
+        return self._relieved(other) if any(self._over(other)) else other
 
     def _simulated(
-        self, arrangement: Arrangement, made: Cut, found: Sequence[PricedStage], few: int | None = None
+        self,
+        arrangement: Arrangement,
+        made: Cut,
+        found: Sequence[PricedStage],
+        few: int | None = None,
+        hosted: HostedByStage = (),
     ) -> PipelineFound:
         """The pipeline of stages that are planned, as it runs; of many microbatches some are simulated.
 
-        With ``few`` the same of only so many of the microbatches.
+        With ``few`` the same of only so many of the microbatches.  ``hosted`` are the residuals on the hosts, unless all are to
+        lie there.
         """
-        key = arrangement, tuple(map(id, found)), few
+        count = self._task.loop.count if few is None else few
+        key = arrangement, tuple(map(id, found)), count, hosted
         if key not in self._simulations:
-            count = self._task.loop.count if few is None else few
-            self._simulations[key] = self._simulated_anew(arrangement, made, found, count)
+            self._simulations[key] = self._simulated_anew(arrangement, made, found, count, hosted)
         return self._simulations[key]
 
     def _simulated_anew(
-        self, arrangement: Arrangement, made: Cut, found: Sequence[PricedStage], count: int
+        self, arrangement: Arrangement, made: Cut, found: Sequence[PricedStage], count: int, hosted: HostedByStage
     ) -> PipelineFound:
         cluster, meshes = self._task.cluster, len(arrangement.sharing)
         counts = rehearsed_counts(arrangement.schedule, count, meshes)
         orders = [make_order(arrangement.schedule, len(found), number, meshes) for number in counts]
-        costs = tuple(
-            self._cost(program, one, devices, splits_backward=orders[0].splits_backward)
-            for program, one, devices in zip(made.stages, found, arrangement.devices, strict=True)
-        )
+        splits_backward = orders[0].splits_backward
+
+        def costs_with(hosted: HostedByStage) -> tuple[StageCost, ...]:
+            stages = zip(made.stages, found, arrangement.devices, hosted or ((),) * len(found), strict=True)
+            return tuple(self._cost(*stage, splits_backward=splits_backward) for stage in stages)
+
+        costs = costs_with(hosted)
+        if self._task.hosting is Hosting.ALL:
+            known = candidates([cost.lowering for cost in costs], orders[-1], cluster)
+            costs = costs_with(by_stage(known, len(found)))
         lowered = [cost.lowering for cost in costs]
         pipelines = [pipeline_of(lowered, made.crossings, order) for order in orders]
         transfers = transfers_of(pipelines[0], cluster)  # the same however many microbatches there are
         rehearsals = [
-            Rehearsal(number, simulate_pipeline(one, costs, transfers, cluster), row_bytes(one, costs))
+            Rehearsal(
+                number, simulate_pipeline(one, costs, transfers, cluster), row_bytes(one, costs), host_bytes(one, costs)
+            )
             for number, one in zip(counts, pipelines, strict=True)
         ]
         said = forecast(rehearsals, count)
         return PipelineFound(arrangement, cluster, made, count, orders[0].homes, costs, said, tuple(found))
 
     def _cost(
-        self, program: StageProgram, found: PricedStage, devices: tuple[int, ...], *, splits_backward: bool
+        self,
+        program: StageProgram,
+        found: PricedStage,
+        devices: tuple[int, ...],
+        hosted: tuple[int, ...],
+        *,
+        splits_backward: bool,
     ) -> StageCost:
         """The lowered stage and its price; stages of one structure and plan are lowered and priced once."""
         graph, text = self._graph(program)
-        stage = replace(found.stage, devices=devices)
-        key = (text, program.state_pairs, id(found), splits_backward)
+        stage = replace(found.stage, devices=devices, hosted=hosted)
+        key = (text, program.state_pairs, id(found), hosted, splits_backward)
         if key not in self._costs:
             donates_state = self._task.donates_state
             lowering = lower_stage(program, graph, stage, donates_state=donates_state, splits_backward=splits_backward)
-            self._costs[key] = stage_cost(lowering, found.problem.fusion, self._task.cluster.part(devices))
+            self._costs[key] = stage_cost(lowering, found.problem.fusion, beside_others(self._task.cluster, devices))
         known = self._costs[key]
         return replace(known, lowering=replace(known.lowering, program=program, graph=graph, stage=stage))
 

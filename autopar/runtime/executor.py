@@ -98,7 +98,7 @@ def jitted_step(program: SpmdProgram, mesh: Any, donated: frozenset[int]) -> Jit
         donate_argnums=tuple(sorted(donated)),
         keep_unused=True,
     )
-    saves_memory = rematerialises(program.steps) or bool(hosted.inputs)
+    saves_memory = rematerialises(program.steps) or hosted.is_any
     return JittedStep(jitted, in_layouts, out_layouts, saves_memory)
 
 

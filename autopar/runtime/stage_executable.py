@@ -6,6 +6,9 @@ one executable to another with a leading dimension of one entry per summand, cut
     x = Σᵢ xᵢ on axes of size n       ⇒       array of shape (n, …), of which device i holds row i
 
 which is an ordinary sharding; no sum is taken on the way.
+
+What lies in the memory of the host between the passes of a microbatch is copied by the executables themselves: to the device
+before the first step that reads it, to the host after the last.  Where in between is the compiler's choice.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from autopar.cluster import Mesh
 from autopar.graph.build import avals_of
 from autopar.plan import Layout
 from autopar.runtime.collectives import apply_moves
-from autopar.runtime.executor import partition_spec
+from autopar.runtime.executor import HOST_MEMORY, partition_spec
 from autopar.runtime.interpret import run_steps
 from autopar.runtime.interpreter import Key
 from autopar.runtime.xla_options import compiled
@@ -36,9 +39,9 @@ from autopar.schedule.spmd import Buffer, rematerialises
 from autopar.schedule.stage_program import Crossing
 
 
-def stored_sharding(layout: Layout, mesh: Any) -> NamedSharding:
-    """How an array in a layout is stored between executables; the mesh may be an abstract one."""
-    return NamedSharding(mesh, stored_spec(layout))
+def stored_sharding(layout: Layout, mesh: Any, *, in_host: bool = False) -> NamedSharding:
+    """How an array in a layout is stored between executables, on the devices or their hosts; the mesh may be an abstract one."""
+    return NamedSharding(mesh, stored_spec(layout), memory_kind=HOST_MEMORY if in_host else None)
 
 
 def stored_shape(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[int, ...]:
@@ -64,6 +67,7 @@ class JittedPart:
     donated: tuple[int, ...]
     """Positions of arguments whose memory results take over."""
     saves_memory: bool = False
+    """Whether it was made what it is to need less memory: it does work again, or has arrays in the memory of the host."""
 
 
 def jitted_part(executable: Executable, mesh: Any, count: int, avals: Mapping[int, Any]) -> JittedPart:
@@ -71,8 +75,13 @@ def jitted_part(executable: Executable, mesh: Any, count: int, avals: Mapping[in
 
     ``avals`` are the abstract arrays of the stage's values.
     """
-    flat = [argument for argument in executable.arguments for _ in range(count if argument.is_stacked else 1)]
+    flat, in_host = [], []
+    for position, argument in enumerate(executable.arguments):
+        often = count if argument.is_stacked else 1
+        flat += [argument] * often
+        in_host += [position in executable.hosted.inputs] * often
     layouts = tuple(argument.place.buffer.layout for argument in flat)
+    shardings = tuple(stored_sharding(one, mesh, in_host=there) for one, there in zip(layouts, in_host, strict=True))
     out_layouts = tuple(result.place.buffer.layout for result in executable.results)
     donated = _donated(executable, count)
     local = jax.shard_map(
@@ -84,17 +93,21 @@ def jitted_part(executable: Executable, mesh: Any, count: int, avals: Mapping[in
     )
     jitted = jax.jit(
         local,
-        in_shardings=tuple(stored_sharding(layout, mesh) for layout in layouts),
-        out_shardings=tuple(stored_sharding(layout, mesh) for layout in out_layouts),
+        in_shardings=shardings,
+        out_shardings=tuple(
+            stored_sharding(layout, mesh, in_host=position in executable.hosted.outputs)
+            for position, layout in enumerate(out_layouts)
+        ),
         donate_argnums=donated,
         keep_unused=True,
     )
     arguments = []
-    for argument, layout in zip(flat, layouts, strict=True):
+    for argument, layout, sharding in zip(flat, layouts, shardings, strict=True):
         aval = avals[argument.place.buffer.value]
         shape = stored_shape(aval.shape, layout, executable.program.mesh)
-        arguments.append(jax.ShapeDtypeStruct(shape, aval.dtype, sharding=stored_sharding(layout, mesh)))
-    return JittedPart(jitted, tuple(arguments), layouts, out_layouts, donated, rematerialises(executable.steps))
+        arguments.append(jax.ShapeDtypeStruct(shape, aval.dtype, sharding=sharding))
+    saves_memory = rematerialises(executable.steps) or executable.hosted.is_any
+    return JittedPart(jitted, tuple(arguments), layouts, out_layouts, donated, saves_memory)
 
 
 def jitted_move(transfer: CrossMeshTransfer, mesh: Any, aval: Any) -> JittedPart:
@@ -197,15 +210,20 @@ def _donated(executable: Executable, count: int) -> tuple[int, ...]:
 def _run_local(executable: Executable, count: int, *arrays: Any) -> tuple[Any, ...]:
     """The part on the shards of one device."""
     at_hand, rest = {}, list(arrays)
-    for argument in executable.arguments:
+    for position, argument in enumerate(executable.arguments):
         number = count if argument.is_stacked else 1
         own, rest = rest[:number], rest[number:]
+        if position in executable.hosted.inputs:
+            own = [jax.device_put(array, jax.memory.Space.Device) for array in own]
         if argument.place.buffer.layout.partial:
             own = [array[0] for array in own]
         at_hand[argument.buffer] = jnp.stack(own) if argument.is_stacked else own[0]
     made = [result.buffer for result in executable.results if result.buffer is not None]
     run_steps(executable.program, executable.steps, at_hand, made)
-    return tuple(_left(result, at_hand) for result in executable.results)
+    left = [_left(result, at_hand) for result in executable.results]
+    for position in executable.hosted.outputs:
+        left[position] = jax.device_put(left[position], jax.memory.Space.Host)
+    return tuple(left)
 
 
 def _left(result: Result, at_hand: Mapping[Buffer, Any]) -> Any:

@@ -16,6 +16,7 @@ from autopar.plan import Stage
 from autopar.schedule.instructions import Slot, verify_lists, verify_meetings
 from autopar.schedule.lists import Executable, Kind, Passage, StageInterface, StepLists, build_lists
 from autopar.schedule.orders import Order
+from autopar.schedule.residuals import with_hosted
 from autopar.schedule.slices import Place, Scope, Slices, slices_of
 from autopar.schedule.spmd import Buffer, lower, output_layouts
 from autopar.schedule.stage_program import Crossing, Passing, StageProgram
@@ -127,10 +128,13 @@ class Pipeline:
 def lower_stage(
     program: StageProgram, graph: Graph, stage: Stage, *, donates_state: bool = True, splits_backward: bool = False
 ) -> StageLowering:
-    """The executables of a stage by its plan; ``graph`` is that of the stage's program."""
+    """The executables of a stage by its plan; ``graph`` is that of the stage's program.
+
+    Raises ``PlanError`` where the plan has a value in the memory of the host that is not kept for the backward pass alone.
+    """
     spmd = lower(graph, stage, output_layouts(graph, stage, program.state_pairs))
     slices = slices_of(program, spmd, donates_state=donates_state, splits_backward=splits_backward)
-    return StageLowering(program, graph, stage, slices, donates_state)
+    return StageLowering(program, graph, stage, with_hosted(slices, stage.hosted), donates_state)
 
 
 def pipeline_of(stages: Sequence[StageLowering], crossings: Sequence[Crossing], order: Order) -> Pipeline:

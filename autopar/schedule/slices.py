@@ -26,7 +26,7 @@ from autopar import _compat
 from autopar.graph.build import LoopKind
 from autopar.graph.ir import Operator
 from autopar.schedule.instructions import Part
-from autopar.schedule.spmd import Buffer, Reshard, Run, SpmdProgram, Step, local_bytes
+from autopar.schedule.spmd import NOTHING_HOSTED, Buffer, Hosted, Reshard, Run, SpmdProgram, Step, local_bytes
 from autopar.schedule.stage_program import Passing, StageProgram
 
 MADE_AGAIN_BYTES = 1 << 20
@@ -80,6 +80,8 @@ class Executable:
     results: tuple[Result, ...]
     donations: tuple[tuple[int, int], ...] = ()
     """(argument, result) positions: the result takes the memory of the argument, an accumulator or a leaf of the state."""
+    hosted: Hosted = NOTHING_HOSTED
+    """Arguments and results that lie in the memory of the host (:mod:`autopar.schedule.residuals`)."""
 
     @property
     def donated(self) -> tuple[int, ...]:

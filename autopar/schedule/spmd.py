@@ -90,10 +90,15 @@ Step = Reshard | Run
 
 @dataclass(frozen=True)
 class Hosted:
-    """Positions of the inputs and outputs of a program that lie in the memory of the host between steps."""
+    """Positions of the inputs and outputs of a program that lie in the memory of the host when it does not run."""
 
     inputs: frozenset[int] = frozenset()
     outputs: frozenset[int] = frozenset()
+
+    @property
+    def is_any(self) -> bool:
+        """Whether there are such."""
+        return bool(self.inputs or self.outputs)
 
 
 NOTHING_HOSTED = Hosted()
