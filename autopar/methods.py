@@ -212,7 +212,7 @@ class TensorParallel:
         if "model" not in mesh.axis_names:
             return DataParallel().restriction(subject, mesh)
         seeds = megatron_cuts(subject, mesh.axis_size("model"))
-        reach = propagate(subject.graph, seeds, mesh.axis_size("model"), any_operator)
+        reach = propagate(subject.graph, subject.with_next(seeds), mesh.axis_size("model"), any_operator)
         data = {"data": batch_reach(subject, mesh, "data")} if "data" in mesh.axis_names else {}
         pinned = {}
         for position in subject.state:

@@ -568,7 +568,8 @@ class _StageDemands:
         named = Leaves(graph, names, frozenset(graph.inputs[k] for k in rows))
 
         def restriction(mesh: Mesh) -> Restriction:
-            view = Subject(graph, tuple(own), tuple(rows), 1, self._received(program, graph, mesh))
+            received = self._received(program, graph, mesh)
+            view = Subject(graph, tuple(own), tuple(rows), 1, received, program.state_pairs)
             allowed = with_constraints(method.restriction(view, mesh), named, constraints, mesh)
             return with_wishes(allowed, user, graph, mesh)
 

@@ -386,7 +386,8 @@ class _Planner:
         user_of_whole = None if whole is None else demands_of_user(whole, cluster, demands)
         state = subject.roles.leaves(Role.STATE)
         examples_dim = 0 if subject.num_microbatches == 1 else 1
-        view = Subject(subject.graph, state, subject.roles.leaves(Role.BATCH), examples_dim)
+        rows = subject.roles.leaves(Role.BATCH)
+        view = Subject(subject.graph, state, rows, examples_dim, state_pairs=subject.roles.state_pairs)
         check_patterns(demands.constraints, subject.program.in_paths)
         constraints = without_axes_of_one(demands)
         folded = frozenset(subject.graph.inputs[position] for position in subject.folded)

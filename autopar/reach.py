@@ -30,6 +30,16 @@ class Subject:
     """The dimension of batch leaves along which the examples lie."""
     received: Reach = field(default_factory=dict)
     """Of a stage of a pipeline: dimensions tied to the examples, of input values that other stages send."""
+    state_pairs: tuple[tuple[int, int], ...] = ()
+    """(input, output) positions of state leaves before and after the step."""
+
+    def with_next(self, seeds: Reach) -> dict[int, frozenset[int]]:
+        """The seeds, and the next values of the state among them in the same pieces.
+
+        Nothing else may tie these to what makes them: parameters in half precision are cast from masters, and not read for it.
+        """
+        ends = ((self.graph.inputs[before], self.graph.outputs[after]) for before, after in self.state_pairs)
+        return {**seeds, **{after: seeds[before] for before, after in ends if before in seeds and after is not None}}
 
 
 def batch_reach(subject: Subject, mesh: Mesh, axis: str) -> Reach:

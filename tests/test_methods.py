@@ -6,6 +6,7 @@ they still are partial sums and reduces once, XLA's partitioner reduces each: th
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -23,6 +24,8 @@ from autopar.cost_model.hlo import form_reduce_scatters, parse_module, step_seco
 from autopar.errors import PlanError
 from autopar.methods import TensorParallel
 from benchmarks.models import build
+from benchmarks.suites import half_precision
+from benchmarks.suites.steps import gpt_config
 
 pytestmark = pytest.mark.usefixtures("users_fusions")
 
@@ -179,3 +182,18 @@ def test_parameters_in_pieces_are_gathered_in_the_type_in_which_they_are_used(na
     gathered = sum(use.full_bytes * use.count for use in found.prediction.collectives if use.kind == "all-gather")
     assert gathered == item_bytes * elements
     assert all(layout.dims != ((), ()) for layout in found.in_layouts[: 2 * LAYERS])
+
+
+def test_masters_are_cut_as_the_parameters_that_are_cast_from_them() -> None:
+    """An embedding apart from the output's matrix: its gradient is written by rows, and no operator reads both."""
+    config = dataclasses.replace(gpt_config("350M"), hidden=64, layers=1, heads=4, sequence=32, vocab_size=96)
+    model = half_precision.gpt(config, 8)
+    step = autopar.parallelize(
+        model.train_step, cluster=Cluster.preset("p3.16xlarge").part((0, 1)), method=TensorParallel(2)
+    )
+    plan = step.plan(model.abstract_state(), model.abstract_batch())
+    layouts = {path: str(layout) for path, layout in zip(plan.in_paths, plan.in_layouts, strict=True)}
+    tables = {path: said for path, said in layouts.items() if "['embed']['embedding']" in path}
+    heads = {path: said for path, said in layouts.items() if "['head']['kernel']" in path}
+    assert len(tables) == len(heads) == 4  # parameters, masters, both moments
+    assert set(tables.values()) == {"[model, ·]"} and set(heads.values()) == {"[·, model]"}

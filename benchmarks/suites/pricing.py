@@ -135,7 +135,7 @@ def _best_grid(most_tensor: int, cell: Cell, step: Step, cluster: Cluster, repor
         held_bytes = state_bytes(step) / (tensor * pipeline)
         if held_bytes > cluster.per_device_memory_bytes:
             short = BudgetError("the state, which is whole along data, has no room", needed_bytes=held_bytes)
-            refusal = refusal or short
+            refusal = _leaner(refusal, short)
             continue
         grid = replace(
             step.free,
@@ -146,7 +146,7 @@ def _best_grid(most_tensor: int, cell: Cell, step: Step, cluster: Cluster, repor
         try:
             plan = _best_of(cell, step, cluster, data, grid, report)
         except PlanError as error:
-            refusal = refusal or error
+            refusal = _leaner(refusal, error)
             continue
         if best is None or plan.step_seconds < best.step_seconds:
             best = plan
@@ -154,6 +154,13 @@ def _best_grid(most_tensor: int, cell: Cell, step: Step, cluster: Cluster, repor
         assert refusal is not None
         raise refusal
     return best
+
+
+def _leaner(one: PlanError | None, other: PlanError) -> PlanError:
+    """Of two grids that have no plan, why the one has none that needs less memory."""
+    if not isinstance(one, BudgetError) or not isinstance(other, BudgetError):
+        return other if one is None or isinstance(other, BudgetError) else one
+    return min(one, other, key=lambda error: error.needed_bytes)
 
 
 def state_bytes(step: Step) -> int:
