@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.suites.published import Asked, Missing, Suite
-from benchmarks.suites.report import NAMES
-from benchmarks.suites.rows import Row, kept
+from benchmarks.suites.report import DIGITS, NAMES
+from benchmarks.suites.rows import Row, figure_text, kept
 
 READ_OFF = {Suite.GPT: 0.02, Suite.MOE: 0.02, Suite.WIDE_RESNET: 0.003}
 """PFLOP/s by which a figure of the plot may be off."""
@@ -50,6 +50,10 @@ def pairs(rows: Sequence[Row]) -> list[Pair]:
     return found
 
 
+def _said(row: Row) -> str:
+    return f"{row.asked.value} ({figure_text(row.published, DIGITS[row.suite])})"
+
+
 def _measured(row: Row) -> float:
     return row.published if isinstance(row.published, float) else 0.0
 
@@ -69,11 +73,7 @@ def main() -> None:
     everything: list[Pair] = []
     for (suite, num_devices), cell in groupby(kept(parser.parse_args().rows), lambda row: (row.suite, row.num_devices)):
         found = pairs(list(cell))
-        turned = [
-            f"{pair.faster.asked.value} ({pair.faster.published}) / {pair.slower.asked.value} ({pair.slower.published})"
-            for pair in found
-            if not pair.is_kept
-        ]
+        turned = [f"{_said(pair.faster)} / {_said(pair.slower)}" for pair in found if not pair.is_kept]
         table.add_row(NAMES[suite], str(num_devices), f"{len(found) - len(turned)} of {len(found)}", "; ".join(turned))
         everything += found
     console = Console(width=170)
