@@ -38,7 +38,7 @@ from benchmarks.suites.steps import gpt_config, subject_of_model
 EACH = 8
 """Devices of each kind."""
 
-CASES = (("350M", 256), ("350M", 1024), ("1.3B", 256), ("1.3B", 1024), ("2.6B", 256))
+CASES = (("350M", 256), ("350M", 1024), ("1.3B", 1024))
 """Sizes and batches."""
 
 
