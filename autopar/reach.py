@@ -192,7 +192,7 @@ def _spread_links(operator: Operator, reached: dict[int, frozenset[int]]) -> boo
 
 
 def megatron_cuts(subject: Subject, size: int) -> Reach:
-    """Which dimension of each parameter Megatron-LM would cut over ``size`` devices (see the module docstring)."""
+    """Which dimension of each parameter Megatron-LM would cut over ``size`` devices (:mod:`autopar.methods`)."""
     cuts: dict[int, frozenset[int]] = {}
     active: dict[int, frozenset[int]] = {}
     for operator, origin in _forward_operators(subject):

@@ -59,6 +59,16 @@ def made_of(graph: Graph, values: Set[int]) -> set[int]:
     return found
 
 
+def variables_of(graph: Graph) -> dict[int, Any]:
+    """The variables of one level of a program, by value."""
+    jaxpr = _compat.jaxpr_of(graph.jaxpr)
+    found = dict(zip(graph.inputs, jaxpr.invars, strict=True))
+    found.update(zip(graph.constants, jaxpr.constvars, strict=True))
+    for operator in graph.operators:
+        found.update(zip(operator.results, operator.equation.outvars, strict=True))
+    return found
+
+
 class CopyWriter:
     """Owns the copies that are written so far."""
 
@@ -69,12 +79,7 @@ class CopyWriter:
         self._of_value = {value: layer for layer in self._layers for value in layer.needed}
         self._copies: dict[int, Any] = {}  # by value: its copy
         self._behind: dict[int, dict[int, Any]] = {}  # by layer (its identity), value: what stands behind the barrier
-        self._variable: dict[int, Any] = {}
-        jaxpr = _compat.jaxpr_of(graph.jaxpr)
-        self._variable.update(zip(graph.inputs, jaxpr.invars, strict=True))
-        self._variable.update(zip(graph.constants, jaxpr.constvars, strict=True))
-        for operator in graph.operators:
-            self._variable.update(zip(operator.results, operator.equation.outvars, strict=True))
+        self._variable = variables_of(graph)
         self._cotangents = cotangents
         self._makers = {id(one): {v: o for o in one.operators for v in o.results} for one in self._layers}
 

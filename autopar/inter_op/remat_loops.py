@@ -39,7 +39,7 @@ from autopar import _compat
 from autopar._compat import DropVar, Literal, Var
 from autopar.graph.build import BARRIER, LoopKind, build_graph
 from autopar.graph.ir import Graph, Operator, Phase
-from autopar.inter_op.copies import Again, CopyWriter, leading_to, made_of
+from autopar.inter_op.copies import Again, CopyWriter, leading_to, made_of, variables_of
 from autopar.inter_op.sinking import made_of_literals, with_sunk
 
 Reader = tuple[int, int]
@@ -133,7 +133,8 @@ def divided(
     backward pass anyway.
     """
     for_nothing = at_hand | made_of_literals(graph).keys()
-    analysed = [_Body(graph, pair, keeps).inside(for_nothing) for pair in pairs if not pair.is_rematted]
+    readers = _readers(graph)
+    analysed = [_Body(graph, pair, keeps, readers).inside(for_nothing) for pair in pairs if not pair.is_rematted]
     found = tuple(one for one in analysed if one.kept_bytes < one.freed_bytes)
     if sum(one.kept_bytes for one in found) >= max((one.freed_bytes for one in found), default=0):
         return ()
@@ -143,8 +144,11 @@ def divided(
 class _Body:
     """Owns what is known of the body of a pair's forward loop."""
 
-    def __init__(self, graph: Graph, pair: LoopPair, keeps: Callable[[Operator], bool]) -> None:
-        self._graph, self._pair, self._keeps = graph, pair, keeps
+    def __init__(
+        self, graph: Graph, pair: LoopPair, keeps: Callable[[Operator], bool], readers: Mapping[int, Sequence[Reader]]
+    ) -> None:
+        """``readers`` are those of the program's values."""
+        self._graph, self._pair, self._keeps, self._readers = graph, pair, keeps, readers
         self._loop = graph.operators[pair.forward]
         self._body = self._loop.bodies[0]
         self._consts, self._carries = _compat.scan_arity(self._loop.equation.params)
@@ -174,10 +178,9 @@ class _Body:
     @cached_property
     def _rows(self) -> dict[int, int]:
         """By value: the result of the loop with its rows, of those that the backward loop reads as rows."""
-        readers = _readers(self._graph)
         found = {}
         for value, result in zip(self._body.outputs[self._carries :], self._loop.results[self._carries :], strict=True):
-            those = readers.get(result, ())
+            those = self._readers.get(result, ())
             if value is not None and any(self._reads_rows(one) for one in those):
                 found[value] = result
         return found
@@ -185,12 +188,11 @@ class _Body:
     @cached_property
     def _residuals(self) -> frozenset[int]:
         """What only the backward loop reads, as rows."""
-        readers = _readers(self._graph)
         both = zip(self._body.outputs[self._carries :], self._loop.results[self._carries :], strict=True)
         shared = {
             value
             for value, result in both
-            if result in self._graph.outputs or not all(map(self._reads_rows, readers.get(result, ())))
+            if result in self._graph.outputs or not all(map(self._reads_rows, self._readers.get(result, ())))
         }
         return frozenset(self._rows.keys() - shared)
 
@@ -238,7 +240,7 @@ class _PairWriter:
         self._one, self._forward, self._backward = one, forward, backward
         loop = graph.operators[one.pair.forward]
         body = loop.bodies[0]
-        self._variable = _variables(body)
+        self._variable = variables_of(body)
         self._consts, self._carries = _compat.scan_arity(forward.params)
         self._operand = dict(zip(body.inputs, forward.invars, strict=True))
         results = zip(body.outputs[self._carries :], loop.equation.outvars[self._carries :], strict=True)
@@ -248,7 +250,7 @@ class _PairWriter:
             value: _stack_of(self._variable[value].aval, one.trips) if result is None else known[result]
             for value, result in one.rows.items()
         }
-        self._steady = {variable for value, variable in _variables(graph).items() if value not in changing}
+        self._steady = {variable for value, variable in variables_of(graph).items() if value not in changing}
 
     def forward(self) -> Any:
         """The forward loop, with further rows that its trips leave."""
@@ -287,16 +289,6 @@ class _PairWriter:
         closed = _with_copies(joint, len(copied), guarded, [inner for _, inner in carried])
         outers = [outer for outer, _ in operands]
         return _compat.scan_equation(self._backward, outers, self._backward.outvars, closed, (len(fixed), carries))
-
-
-def _variables(graph: Graph) -> dict[int, Any]:
-    """The variables of one level of a program, by value."""
-    jaxpr = _compat.jaxpr_of(graph.jaxpr)
-    found = dict(zip(graph.inputs, jaxpr.invars, strict=True))
-    found.update(zip(graph.constants, jaxpr.constvars, strict=True))
-    for operator in graph.operators:
-        found.update(zip(operator.results, operator.equation.outvars, strict=True))
-    return found
 
 
 def _stack_of(aval: Any, trips: int) -> Any:
