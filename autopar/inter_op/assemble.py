@@ -17,7 +17,7 @@ from autopar.inter_op.placing import forward_operators
 from autopar.plan import Layout, Plan, Schedule
 from autopar.schedule.cross_mesh import CrossMeshTransfer
 from autopar.schedule.orders import Order, from_entries, make_order
-from autopar.schedule.pipeline import Pipeline, StageLowering, lower_stage, pipeline_of
+from autopar.schedule.pipeline import Pipeline, StageLowering, lower_stage, pipeline_of, verified
 from autopar.schedule.spmd import output_layouts
 from autopar.schedule.stage_program import Cut
 
@@ -32,7 +32,7 @@ class Assembled:
 
 def assemble(made: Cut, lowered: Sequence[StageLowering], order: Order, cluster: Cluster) -> Assembled:
     """The pipeline of a cut step from its lowered stages, which are split if the order has tasks for weights."""
-    pipeline = pipeline_of(lowered, made.crossings, order)
+    pipeline = verified(pipeline_of(lowered, made.crossings, order))
     return Assembled(pipeline, transfers_of(pipeline, cluster))
 
 

@@ -8,14 +8,14 @@ times, and once if it lies on the host; there it costs, on the link to the host,
 over the large residuals of the mesh's stages.  They are taken by what they cost for each byte that they save, and then those that
 are not needed are left, dearest first.  In-flight microbatches at the fullest moment may be fewer than k, so the simulator
 judges: as long as it finds the budget exceeded, e rises by what it exceeds it by.  All residuals are tried first, for if these
-are too few, nothing helps.
+are too few, nothing helps; where their Σ (k(r) − 1) · n(r) < e, that needs no simulation.
 
 Most cost the same for each byte; what α and a second reader (gradients of weights apart) add is told apart here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -80,6 +80,18 @@ def cheapest_for(known: Iterable[Candidate], excess_bytes: float) -> tuple[Candi
             taken.remove(one)
             saved_bytes -= one.saved_bytes
     return tuple(taken)
+
+
+def are_too_few(known: Iterable[Candidate], homes: Sequence[int], excess_bytes: Mapping[int, float]) -> bool:
+    """Whether all of them together would leave a mesh above its budget; ``homes`` are the meshes of the stages.
+
+    What they save is counted for so many microbatches as are ever in flight, so what is too little here is too little.
+    """
+    left_bytes = dict(excess_bytes)
+    for one in known:
+        if (mesh := homes[one.stage]) in left_bytes:
+            left_bytes[mesh] -= one.saved_bytes
+    return any(size > 0 for size in left_bytes.values())
 
 
 def by_stage(chosen: Iterable[Candidate], num_stages: int) -> HostedByStage:

@@ -31,7 +31,7 @@ from autopar.graph.ir import Graph
 from autopar.graph.rules import Rulebook
 from autopar.inter_op.assemble import Assembled, assemble
 from autopar.inter_op.cut import cut
-from autopar.inter_op.hosting import TIMES, HostedByStage, Hosting, by_stage, candidates, cheapest_for
+from autopar.inter_op.hosting import TIMES, HostedByStage, Hosting, are_too_few, by_stage, candidates, cheapest_for
 from autopar.inter_op.looped import Looped, constants_of
 from autopar.intra_op.priced import PricedStage, Prices
 from autopar.intra_op.restrict import Restriction
@@ -296,11 +296,12 @@ class StagePlanner:
             return self._simulated(result.arrangement, result.cut, result.found, result.count, hosted)
 
         known = candidates([cost.lowering for cost in result.costs], result.order, self._task.cluster)
-        stages = len(result.found)
-        everything = with_these(by_stage(known, stages))
-        if not known or any(self._over(everything)):
+        stages, excess_bytes = len(result.found), self._excess_bytes(result)
+        if are_too_few(known, result.homes, excess_bytes):
             return None
-        excess_bytes = self._excess_bytes(result)
+        everything = with_these(by_stage(known, stages))
+        if any(self._over(everything)):
+            return None
         for _ in range(TIMES):
             chosen = [
                 one

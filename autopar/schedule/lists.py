@@ -175,14 +175,21 @@ def _all_tasks(order: Order, stages: Sequence[StageInterface]) -> list[list[Task
 
 
 class _Reading(NamedTuple):
-    """A name that an executable reads: whether only of the task's microbatch, else the slots if they are always the same
-    ones, and whether their memory is taken over.
+    """A name that an executable reads: ``always`` the slots if they are the same ones for every task, else those of the
+    task's microbatch, or the last of what is handed on; and whether their memory is taken over.
     """
 
     name: int
-    is_own: bool
+    kind: Kind
     always: tuple[Slot, ...]
     is_donated: bool
+
+
+class _Form(NamedTuple):
+    """What an executable reads, and the names that it writes with whether each is handed on."""
+
+    readings: tuple[_Reading, ...]
+    writes: tuple[tuple[int, bool], ...]
 
 
 class _Names:
@@ -192,7 +199,7 @@ class _Names:
         self._stages = stages
         self._microbatches = range(num_microbatches)
         self._version: dict[tuple[int, int], int] = {}  # of a carried name: the microbatch that wrote it last
-        self._readings: dict[tuple[int, Part, int], list[_Reading]] = {}
+        self._forms: dict[tuple[int, Part, int], _Form] = {}
         self._executables = {
             (stage, face.part, face.segment): face
             for stage, interface in enumerate(stages)
@@ -219,41 +226,42 @@ class _Names:
 
     def run(self, task: Task) -> Run:
         """The instruction of the next task of its stage."""
-        key = task.stage, task.part, task.segment
-        if (readings := self._readings.get(key)) is None:
-            readings = self._readings[key] = self._readings_of(self._executables[key], task)
+        stage, microbatch, versions = task.stage, task.microbatch, self._version
+        key = stage, task.part, task.segment
+        if (form := self._forms.get(key)) is None:
+            form = self._forms[key] = self._form(self._executables[key], task)
         inputs: list[Slot] = []
         donated: list[int] = []
-        for name, is_own, always, is_donated in readings:
+        for name, kind, always, is_donated in form.readings:
             before = len(inputs)
-            if is_own:
-                inputs.append(Slot(task.stage, name, task.microbatch))
+            if always:
+                inputs.extend(always)
             else:
-                inputs.extend(always or self.all(task.stage, (name,)))
+                inputs.append(Slot(stage, name, microbatch if kind is Kind.EACH else versions.get((stage, name), ONCE)))
             if is_donated:
                 donated.extend(range(before, len(inputs)))
-        writes = self._executables[key].writes
-        return Run(task, tuple(inputs), tuple(self._written(task, name) for name in writes), tuple(donated))
+        for name, is_carried in form.writes:
+            if is_carried:
+                versions[stage, name] = microbatch
+        outputs = tuple([Slot(stage, name, microbatch) for name, _ in form.writes])
+        return Run(task, tuple(inputs), outputs, tuple(donated))
 
-    def _readings_of(self, face: Executable, task: Task) -> list[_Reading]:
-        kinds = [self._kind(task.stage, name) for name in face.reads]
-        return [
-            _Reading(
-                name,
-                task.part.per_microbatch and kind is Kind.EACH,
-                () if kind is Kind.CARRIED else self.all(task.stage, (name,)),
-                (kind is Kind.CARRIED and name in face.writes) or name in face.donates,
-            )
-            for name, kind in zip(face.reads, kinds, strict=True)
-        ]
+    def _form(self, face: Executable, task: Task) -> _Form:
+        """What does not change from task to task of an executable."""
+        readings = []
+        for name in face.reads:
+            kind = self._kind(task.stage, name)
+            varies = kind is Kind.CARRIED or (kind is Kind.EACH and task.part.per_microbatch)
+            is_donated = (kind is Kind.CARRIED and name in face.writes) or name in face.donates
+            readings.append(_Reading(name, kind, () if varies else self.all(task.stage, (name,)), is_donated))
+        return _Form(tuple(readings), tuple((name, self._is_carried(task, name)) for name in face.writes))
 
-    def _written(self, task: Task, name: int) -> Slot:
+    def _is_carried(self, task: Task, name: int) -> bool:
+        """Whether what a task writes is handed on; refuses names that are there less or more often than the task runs."""
         kind = self._kind(task.stage, name)
         if kind is not Kind.CARRIED and task.part.per_microbatch is not (kind is Kind.EACH):
             raise InternalError(f"{task} writes name {name}, which is there {kind.value}")
-        if kind is Kind.CARRIED:
-            self._version[task.stage, name] = task.microbatch
-        return Slot(task.stage, name, task.microbatch)
+        return kind is Kind.CARRIED
 
     def messages(self, passages: Sequence[Passage]) -> list[_Message]:
         """The messages of all passages; to be asked when all tasks were met."""

@@ -138,7 +138,9 @@ def lower_stage(
 
 
 def pipeline_of(stages: Sequence[StageLowering], crossings: Sequence[Crossing], order: Order) -> Pipeline:
-    """The lists of instructions of lowered stages, checked: over any transport they come to an end.
+    """The lists of instructions of lowered stages: over any transport they come to an end.
+
+    Of what is only to be simulated nothing else is checked; what is to run, :func:`verified` looks at.
 
     Raises ``PlanError`` where stages do not lie as the order has it: those of one mesh, and no others, on the same devices, of
     which they make the same mesh.
@@ -155,9 +157,15 @@ def pipeline_of(stages: Sequence[StageLowering], crossings: Sequence[Crossing], 
         for crossing in crossings
     ]
     lists = build_lists(order, [lowering.interface for lowering in stages], passages)
-    verify_lists(lists.lists, lists.given, lists.kept_slots)
     verify_meetings(lists.lists)
     return Pipeline(tuple(stages), tuple(crossings), order, lists)
+
+
+def verified(pipeline: Pipeline) -> Pipeline:
+    """The pipeline, if its lists keep what every interpreter of them relies on; raises ``InternalError`` where they do not."""
+    lists = pipeline.lists
+    verify_lists(lists.lists, lists.given, lists.kept_slots)
+    return pipeline
 
 
 def _check_meshes(stages: Sequence[StageLowering], order: Order) -> None:
