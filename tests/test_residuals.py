@@ -17,7 +17,7 @@ from autopar.cluster import Cluster, Link
 from autopar.compilers import Compiler, target_of
 from autopar.errors import PlanError
 from autopar.inter_op.account import PipelineAccount
-from autopar.inter_op.hosting import Candidate, cheapest_for
+from autopar.inter_op.hosting import Candidate, are_too_few, candidates, cheapest_for
 from autopar.plan import Offload, Plan
 from autopar.runtime.executor import device_mesh
 from autopar.runtime.stage_executable import compiled_stage
@@ -158,10 +158,27 @@ def test_as_much_as_memory_needs_and_no_more() -> None:
 
 
 def test_the_cheapest_that_are_enough() -> None:
-    dear, small, large = Candidate(0, 1, 8.0, 8.0), Candidate(0, 2, 1.0, 0.5), Candidate(0, 3, 8.0, 2.0)
+    dear, small, large = (
+        Candidate(0, value, saved_bytes, seconds, 2 * saved_bytes)
+        for value, saved_bytes, seconds in ((1, 8.0, 8.0), (2, 1.0, 0.5), (3, 8.0, 2.0))
+    )
     assert cheapest_for((dear, small, large), 7.0) == (large,)
     assert cheapest_for((dear, small, large), 9.0) == (large, small)
     assert set(cheapest_for((dear, small, large), 99.0)) == {dear, small, large}
+    assert not are_too_few((dear, small, large), (0,), {0: 34.0}) and are_too_few((dear, small, large), (0,), {0: 34.5})
+    assert are_too_few((dear,), (1, 0), {0: 1.0})  # they lie on another mesh
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "gpipe"])
+def test_no_mesh_saves_more_than_what_is_refused_without_a_simulation(schedule: str) -> None:
+    """With everything on the hosts each mesh's peak is lower by what its residuals are said to save, at most."""
+    (_, there), (_, here) = accounted("activations", schedule), accounted("none", schedule)
+    whole = here.whole.pipeline
+    known = candidates(whole.stages, whole.order, gpus())
+    peaks = zip(here.simulation.peak_bytes, there.simulation.peak_bytes, strict=True)
+    saved_bytes = {mesh: before - after for mesh, (before, after) in enumerate(peaks)}
+    assert saved_bytes[0] > 0
+    assert not are_too_few(known, whole.homes, saved_bytes)
 
 
 @pytest.mark.gpu_compiler

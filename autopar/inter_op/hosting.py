@@ -8,7 +8,7 @@ times, and once if it lies on the host; there it costs, on the link to the host,
 over the large residuals of the mesh's stages.  They are taken by what they cost for each byte that they save, and then those that
 are not needed are left, dearest first.  In-flight microbatches at the fullest moment may be fewer than k, so the simulator
 judges: as long as it finds the budget exceeded, e rises by what it exceeds it by.  All residuals are tried first, for if these
-are too few, nothing helps; where their Σ (k(r) − 1) · n(r) < e, that needs no simulation.
+are too few, nothing helps; where even Σ k(r) · n(r) < e, that needs no simulation.
 
 Most cost the same for each byte; what α and a second reader (gradients of weights apart) add is told apart here.
 """
@@ -42,27 +42,32 @@ class Hosting(Enum):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A residual of a stage: bytes that a device saves at its fullest moment, and what its copies cost in a step."""
+    """A residual of a stage: bytes that a device saves while one set of it is there, and what its copies cost in a step.
+
+    ``most_bytes`` it saves while none is: at most.
+    """
 
     stage: int
     value: int
     saved_bytes: float
     seconds: float
+    most_bytes: float
 
 
 def candidates(stages: Sequence[StageLowering], order: Order, cluster: Cluster) -> tuple[Candidate, ...]:
     """The large residuals of stages that keep those of several microbatches; others would save nothing."""
     found = []
     for number, lowering in enumerate(stages):
-        beyond = in_flight(order, number) - 1
-        if beyond < 1:
+        sets = in_flight(order, number)
+        if sets < 2:
             continue
         part = beside_others(cluster, lowering.stage.devices)
         is_priced = part.host_memory_link is not None and has_host_memory(part.device.platform.value)
         for one in large_residuals(lowering.slices):
             seconds = copy_seconds(one.copies, one.copied_bytes, part) if is_priced else 0.0
-            saved_bytes = beyond * float(one.size_bytes)
-            found.append(Candidate(number, one.value, saved_bytes, order.num_microbatches * seconds))
+            size_bytes = float(one.size_bytes)
+            step_seconds = order.num_microbatches * seconds
+            found.append(Candidate(number, one.value, (sets - 1) * size_bytes, step_seconds, sets * size_bytes))
     return tuple(found)
 
 
@@ -85,12 +90,12 @@ def cheapest_for(known: Iterable[Candidate], excess_bytes: float) -> tuple[Candi
 def are_too_few(known: Iterable[Candidate], homes: Sequence[int], excess_bytes: Mapping[int, float]) -> bool:
     """Whether all of them together would leave a mesh above its budget; ``homes`` are the meshes of the stages.
 
-    What they save is counted for so many microbatches as are ever in flight, so what is too little here is too little.
+    What they save is counted for as many microbatches as are ever in flight, so what is too little here is too little.
     """
     left_bytes = dict(excess_bytes)
     for one in known:
         if (mesh := homes[one.stage]) in left_bytes:
-            left_bytes[mesh] -= one.saved_bytes
+            left_bytes[mesh] -= one.most_bytes
     return any(size > 0 for size in left_bytes.values())
 
 
