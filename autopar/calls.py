@@ -11,7 +11,7 @@ from autopar.errors import PlanError, TraceError
 from autopar.graph.roles import Role
 from autopar.graph.tracing import Call, aval_of_leaf
 from autopar.inter_op.terms import Terms
-from autopar.plan import Offload, Plan
+from autopar.plan import Plan
 from autopar.subjects import Subjected, fingerprint_on
 
 
@@ -52,11 +52,6 @@ def check_fits(plan: Plan, subject: Subjected, terms: Terms, cluster: Cluster) -
         raise PlanError(
             f"the plan keeps {plan.in_paths[plan.hosted[0]]} in the memory of the hosts, which is for the devices of one "
             f"process, and {cluster.name} has several; plan again for this cluster"
-        )
-    if plan.offload is Offload.ACTIVATIONS and (cluster.runs_on is not None or cluster.is_distributed):
-        raise PlanError(
-            "the plan keeps what stages leave for their backward passes in the memory of the hosts, which is for the devices of "
-            f"one process, and {cluster.name} has several; plan again for this cluster"
         )
     for position in plan.hosted:
         if subject.roles.roles[position] not in (Role.STATE, Role.OTHER):  # another step's state, where that is like=

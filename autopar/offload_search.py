@@ -102,6 +102,8 @@ def _with_activations(subject: Subjected, cluster: Cluster, planners: Planners) 
 def _as_demanded(subject: Subjected, cluster: Cluster) -> Subjected:
     """The step as the user wants its state to lie; raises PlanError where it cannot."""
     asked = f"offload={Offload.OPTIMIZER_STATE.value!r}"
+    if not _is_of_one_process(cluster):
+        raise PlanError(f"{asked} is for the devices of one process, and {cluster.name} has several; leave it out")
     _check_hosts(asked, cluster)
     found = offloaded(subject, "you asked for it")
     if not found.hosted:
@@ -112,10 +114,12 @@ def _as_demanded(subject: Subjected, cluster: Cluster) -> Subjected:
     return found
 
 
+def _is_of_one_process(cluster: Cluster) -> bool:
+    return cluster.runs_on is None and not cluster.is_distributed
+
+
 def _check_hosts(asked: str, cluster: Cluster) -> None:
-    """Refuse what a cluster cannot do; raises PlanError."""
-    if cluster.runs_on is not None or cluster.is_distributed:
-        raise PlanError(f"{asked} is for the devices of one process, and {cluster.name} has several; leave it out")
+    """Refuse a cluster whose copies have no price; raises PlanError."""
     if has_host_memory(cluster.device.platform.value) and cluster.host_memory_link is None:
         raise PlanError(
             f"{asked} has no price: {cluster.name} does not say how fast its devices reach the memory of their host; say so, "
@@ -127,7 +131,7 @@ def _may_pay(subject: Subjected, cluster: Cluster, demands: Demands) -> bool:
     """Whether the memory of the hosts is another one, its link known, and a plan on one mesh of one process open."""
     if wants_pipeline(demands) or not isinstance(method_of(demands.method), IntraOp):
         return False
-    return may_offload(cluster)
+    return may_offload(cluster) and _is_of_one_process(cluster)
 
 
 def _may_be_faster(subject: Subjected, cluster: Cluster, demands: Demands, kept: Planned, planners: Planners) -> bool:

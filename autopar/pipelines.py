@@ -394,10 +394,8 @@ def _hosting(cluster: Cluster, demands: Demands) -> Hosting:
 
 
 def may_offload(cluster: Cluster) -> bool:
-    """Whether the memory of the hosts is another one, its link known, and all devices are of one process."""
-    if cluster.runs_on is not None or cluster.is_distributed or cluster.host_memory_link is None:
-        return False
-    return has_host_memory(cluster.device.platform.value)
+    """Whether the memory of the hosts is another one than that of the devices, and its link known."""
+    return cluster.host_memory_link is not None and has_host_memory(cluster.device.platform.value)
 
 
 def _budget_by_host(cluster: Cluster, demands: Demands) -> tuple[float, ...]:

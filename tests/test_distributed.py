@@ -207,6 +207,12 @@ PLANS = {
     "two meshes in each process": {"method": "inter_op", "num_microbatches": 4},
     "meshes across processes": {"stages": [[0, 2], [1, 3]], "num_microbatches": 2},
     "stages dealt round": {"stages": 4, "stages_per_mesh": 2, "num_microbatches": 4},
+    "residuals on the hosts": {
+        "stages": [[0, 2], [1, 3]],
+        "num_microbatches": 4,
+        "schedule": "1f1b",
+        "offload": "activations",
+    },
     "split backward passes": {"stages": 2, "schedule": "zb_h1", "num_microbatches": 4},
 }
 

@@ -35,6 +35,12 @@ PLANS = {
     "stages across hosts": {"stages": [[0, 2], [1, 3]], "num_microbatches": 2, "schedule": "gpipe"},
     "four stages": {"stages": 4, "num_microbatches": 4, "schedule": "eager_1f1b"},
     "stages dealt round": {"stages": 4, "num_microbatches": 4, "stages_per_mesh": 2},
+    "residuals on the hosts": {
+        "stages": [[0, 2], [1, 3]],
+        "num_microbatches": 4,
+        "schedule": "1f1b",
+        "offload": "activations",
+    },
     "own order across hosts": {"stages": [[0, 2], [1, 3], [1, 3], [0, 2]], "num_microbatches": 2, "schedule": folded},
 }
 
@@ -47,6 +53,7 @@ VERIFIED = (
     "fully sharded",
     "stages across hosts",
     "four stages",
+    "residuals on the hosts",
     "own order across hosts",
 )
 

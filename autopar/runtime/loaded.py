@@ -16,7 +16,7 @@ from autopar.runtime.collectives import is_key
 from autopar.runtime.exchange import Exchange, Peers
 from autopar.runtime.interpreter import Interpreter, Key, finisher
 from autopar.runtime.shipment import MeshShipment, Program
-from autopar.runtime.stage_executable import PartExecutable, stored_sharding
+from autopar.runtime.stage_executable import PartExecutable, stored_sharding, stored_shardings
 from autopar.runtime.transport import SteppedTransport
 from autopar.runtime.xla_options import compiled
 from autopar.schedule.cross_mesh import Placement
@@ -31,8 +31,8 @@ class LoadedProgram(PartExecutable):
     def __init__(self, program: Program, mesh: jax.sharding.Mesh) -> None:
         # bytearray: the reader of jax 0.10 does not take bytes.
         exported = export.deserialize(bytearray(program.serialized))
-        in_shardings = tuple(stored_sharding(layout, mesh) for layout in program.in_layouts)
-        out_shardings = tuple(stored_sharding(layout, mesh) for layout in program.out_layouts)
+        in_shardings = stored_shardings(program.in_layouts, mesh, program.hosted.inputs)
+        out_shardings = stored_shardings(program.out_layouts, mesh, program.hosted.outputs)
         arguments = [
             jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
             for aval, sharding in zip(exported.in_avals, in_shardings, strict=True)

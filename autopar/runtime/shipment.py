@@ -39,7 +39,7 @@ from autopar.schedule.cross_mesh import CrossMeshTransfer
 from autopar.schedule.host_calls import HOST_CALLS
 from autopar.schedule.instructions import ONCE, Instruction, Part, Run, Send, Slot, Task
 from autopar.schedule.pipeline import Pipeline
-from autopar.schedule.spmd import SpmdProgram
+from autopar.schedule.spmd import NOTHING_HOSTED, Hosted, SpmdProgram
 
 WHOLE = 0
 """The number of the one stage of a plan that is no pipeline."""
@@ -55,6 +55,7 @@ class Program:
     out_layouts: tuple[Layout, ...]
     donated: tuple[int, ...]
     saves_memory: bool = False
+    hosted: Hosted = NOTHING_HOSTED
 
 
 @dataclass(frozen=True)
@@ -317,7 +318,7 @@ def _programs(pipeline: Pipeline, stage: int, platform: Platform) -> Iterator[Pr
         part = jitted_part(one, abstract, count, avals)
         exported = _exported(part.function, part.arguments, abstract, platform)
         key = stage, one.part, one.segment
-        yield Program(key, exported, part.in_layouts, part.out_layouts, part.donated, part.saves_memory)
+        yield Program(key, exported, part.in_layouts, part.out_layouts, part.donated, part.saves_memory, part.hosted)
 
 
 def _moves(pipeline: Pipeline, transfers: Mapping[int, CrossMeshTransfer], platform: Platform) -> Iterator[Program]:

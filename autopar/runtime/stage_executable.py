@@ -14,7 +14,7 @@ before the first step that reads it, to the host after the last.  Where in betwe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,14 +34,22 @@ from autopar.runtime.xla_options import compiled
 from autopar.schedule.cross_mesh import CrossMeshTransfer
 from autopar.schedule.instructions import Part
 from autopar.schedule.pipeline import Pipeline
-from autopar.schedule.slices import Executable, Result
-from autopar.schedule.spmd import Buffer, rematerialises
+from autopar.schedule.slices import Argument, Executable, Result
+from autopar.schedule.spmd import NOTHING_HOSTED, Buffer, Hosted, rematerialises
 from autopar.schedule.stage_program import Crossing
 
 
-def stored_sharding(layout: Layout, mesh: Any, *, in_host: bool = False) -> NamedSharding:
-    """How an array in a layout is stored between executables, on the devices or their hosts; the mesh may be an abstract one."""
-    return NamedSharding(mesh, stored_spec(layout), memory_kind=HOST_MEMORY if in_host else None)
+def stored_sharding(layout: Layout, mesh: Any) -> NamedSharding:
+    """How an array in a layout is stored between executables, on the devices; the mesh may be an abstract one."""
+    return NamedSharding(mesh, stored_spec(layout))
+
+
+def stored_shardings(layouts: Sequence[Layout], mesh: Any, hosted: Collection[int]) -> tuple[NamedSharding, ...]:
+    """The same for several, of which those at the positions ``hosted`` are stored in the memory of the host."""
+    return tuple(
+        NamedSharding(mesh, stored_spec(layout), memory_kind=HOST_MEMORY if position in hosted else None)
+        for position, layout in enumerate(layouts)
+    )
 
 
 def stored_shape(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[int, ...]:
@@ -68,6 +76,8 @@ class JittedPart:
     """Positions of arguments whose memory results take over."""
     saves_memory: bool = False
     """Whether it was made what it is to need less memory: it does work again, or has arrays in the memory of the host."""
+    hosted: Hosted = NOTHING_HOSTED
+    """Which of the arguments and results lie there."""
 
 
 def jitted_part(executable: Executable, mesh: Any, count: int, avals: Mapping[int, Any]) -> JittedPart:
@@ -75,13 +85,16 @@ def jitted_part(executable: Executable, mesh: Any, count: int, avals: Mapping[in
 
     ``avals`` are the abstract arrays of the stage's values.
     """
-    flat, in_host = [], []
+    flat: list[Argument] = []
+    in_host: set[int] = set()
     for position, argument in enumerate(executable.arguments):
         often = count if argument.is_stacked else 1
+        if position in executable.hosted.inputs:
+            in_host.update(range(len(flat), len(flat) + often))
         flat += [argument] * often
-        in_host += [position in executable.hosted.inputs] * often
+    hosted = Hosted(frozenset(in_host), executable.hosted.outputs)
     layouts = tuple(argument.place.buffer.layout for argument in flat)
-    shardings = tuple(stored_sharding(one, mesh, in_host=there) for one, there in zip(layouts, in_host, strict=True))
+    shardings = stored_shardings(layouts, mesh, hosted.inputs)
     out_layouts = tuple(result.place.buffer.layout for result in executable.results)
     donated = _donated(executable, count)
     local = jax.shard_map(
@@ -94,10 +107,7 @@ def jitted_part(executable: Executable, mesh: Any, count: int, avals: Mapping[in
     jitted = jax.jit(
         local,
         in_shardings=shardings,
-        out_shardings=tuple(
-            stored_sharding(layout, mesh, in_host=position in executable.hosted.outputs)
-            for position, layout in enumerate(out_layouts)
-        ),
+        out_shardings=stored_shardings(out_layouts, mesh, hosted.outputs),
         donate_argnums=donated,
         keep_unused=True,
     )
@@ -106,8 +116,8 @@ def jitted_part(executable: Executable, mesh: Any, count: int, avals: Mapping[in
         aval = avals[argument.place.buffer.value]
         shape = stored_shape(aval.shape, layout, executable.program.mesh)
         arguments.append(jax.ShapeDtypeStruct(shape, aval.dtype, sharding=sharding))
-    saves_memory = rematerialises(executable.steps) or executable.hosted.is_any
-    return JittedPart(jitted, tuple(arguments), layouts, out_layouts, donated, saves_memory)
+    saves_memory = rematerialises(executable.steps) or hosted.is_any
+    return JittedPart(jitted, tuple(arguments), layouts, out_layouts, donated, saves_memory, hosted)
 
 
 def jitted_move(transfer: CrossMeshTransfer, mesh: Any, aval: Any) -> JittedPart:
