@@ -18,10 +18,11 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.cluster import Cluster, Mesh, Platform
-from autopar.cost_model.arrays import Arrays, Form, Node, Tenant, arrays_of
+from autopar.cost_model.arrays import arrays_of
 from autopar.cost_model.collectives import Collective, collective_seconds
 from autopar.cost_model.combine import MOST_COMBINED, combined, joined, led_by
 from autopar.cost_model.hlo import collectives, parse_module, step_seconds
+from autopar.cost_model.nodes import Arrays, Form, Node, Tenant
 from autopar.cost_model.predict import collectives_of, run_costs
 from autopar.cost_model.reshard import COMBINED_RESULT_BYTES, reshard_table
 from autopar.graph.build import build_graph

@@ -20,11 +20,12 @@ from jax.typing import DTypeLike
 
 import autopar
 from autopar.cluster import Mesh
-from autopar.cost_model.arrays import Arrays, arrays_of
+from autopar.cost_model.arrays import arrays_of
 from autopar.cost_model.buffers import kernels_of
 from autopar.cost_model.hlo import memory_bytes
 from autopar.cost_model.library import FEWEST_ELEMENTS
 from autopar.cost_model.memory import PACKED_BUFFERS, Span, packed_bytes, predict_memory
+from autopar.cost_model.nodes import Arrays
 from autopar.cost_model.tenants import trees
 from autopar.graph.build import build_graph
 from autopar.graph.fusion import fuse

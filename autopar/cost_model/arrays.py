@@ -1,9 +1,9 @@
-"""The local program as a list of arrays, one node per array that a compiler could keep: what fusion and liveness need.
+"""The local program as a list of arrays, one node per array that a compiler could keep (:mod:`autopar.cost_model.nodes`).
 
 An operator becomes one node per result, a collective one node per move, and what compilers insert of themselves becomes
 a node too: the copy into another order of dimensions that a matrix product or a collective along a minor dimension
-wants, the buffers that a loop fills, the pieces into which XLA:CPU takes an all-to-all apart.  A node's ``inputs`` are
-earlier nodes, so the list is in topological order; all sizes are those of one device.
+wants, the buffers that a loop fills, the pieces into which XLA:CPU takes an all-to-all apart.  All sizes are those of one
+device.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from typing import Any
 
 from autopar import _compat
 from autopar.cluster import Platform
-from autopar.cost_model.collectives import Collective
 from autopar.cost_model.hosted import bytes_in_flight, has_host_memory
+from autopar.cost_model.nodes import Arrays, Form, Node, Tenant
 from autopar.cost_model.reshard import COLLECTIVE_OF_MOVE, merging
 from autopar.graph.build import LoopKind
 from autopar.graph.fusion import COSTLY, FREE, FUSIBLE, INPUT_FUSIBLE
@@ -27,35 +25,9 @@ from autopar.graph.ir import Operator, Phase
 from autopar.graph.merging import Merged, merged_values
 from autopar.graph.products import turning_points
 from autopar.graph.zeros import is_zero_literal
-from autopar.plan import Axes, Layout
+from autopar.plan import Layout
 from autopar.schedule.reshard import SCATTERS, Move, MoveKind, after_move, local_shape
-from autopar.schedule.spmd import NOTHING_HOSTED, Buffer, Hosted, Reshard, Run, SpmdProgram
-
-
-class Form(Enum):
-    """How an array comes about."""
-
-    INPUT = "input"
-    CHEAP = "cheap"  # computed inside the kernels that need it, again in each
-    COSTLY = "costly"  # computed inside a kernel, but only once
-    RENAME = "rename"  # the bytes of its input under another shape
-    REDUCE = "reduce"
-    KERNEL = "kernel"  # reads and writes real buffers
-    IN_PLACE = "in place"  # a kernel that overwrites its first input
-    LOOP = "loop"  # owns no buffer; its results are those it was given
-
-
-class Tenant(Enum):
-    """What a buffer holds, for the report."""
-
-    ACTIVATION = "activations"
-    GRADIENT = "gradients"
-    UPDATE = "update"
-    GATHERED = "gathered copies"
-    COPY = "copies"
-    LOOP = "loop buffers"
-    HOSTED = "copies of arrays in host memory"
-
+from autopar.schedule.spmd import Buffer, Reshard, Run, SpmdProgram
 
 TENANT_OF_PHASE = {
     Phase.FORWARD: Tenant.ACTIVATION,
@@ -86,47 +58,6 @@ RESHAPES = REDUCTIONS_OF_VALUES | frozenset("reshape squeeze expand_dims".split(
 ADDITIONS = frozenset(("add", "add_any"))
 
 _SINGLE_USE_WORK = ("scatter", "dynamic_update_slice")
-
-
-@dataclass(slots=True)
-class Node:
-    """One array of ``size_bytes`` on one device; ``unary`` when at most one input is as large as the result."""
-
-    form: Form
-    inputs: tuple[int, ...]
-    size_bytes: int
-    tenant: Tenant
-    value: int
-    source: Operator | None
-    shape: tuple[int, ...] = ()
-    elementwise: bool = False
-    unary: bool = True
-    widens: bool = False
-    in_library: bool = False
-    is_zero: bool = False
-    source_bytes: int = 0
-    """Size of the largest array in memory that the array is computed from (its own, if it is not fused)."""
-    combines: tuple[Collective, Axes, str] | None = None
-    """Kind, axes and element type of a collective that may be combined with others of the same."""
-    inner: Arrays | None = None
-    """The body of a loop."""
-
-
-@dataclass
-class Arrays:
-    """All nodes of one level. ``outputs`` are nodes (``None``: a literal); ``pairs`` are positions of an input and of
-    the output that takes its buffer; ``moves`` are the nodes of the moves that make a buffer, by their number; ``hosted``
-    are positions of inputs and outputs that have no buffer on the device, ``in_flight`` stands for those of them that are there
-    for a moment.
-    """
-
-    nodes: list[Node] = field(default_factory=list)
-    inputs: list[int] = field(default_factory=list)
-    outputs: list[int | None] = field(default_factory=list)
-    pairs: tuple[tuple[int, int], ...] = ()
-    moves: dict[tuple[Buffer, int], int] = field(default_factory=dict)
-    hosted: Hosted = NOTHING_HOSTED
-    in_flight: int | None = None
 
 
 def arrays_of(

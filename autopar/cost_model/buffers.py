@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from autopar.cost_model.arrays import Arrays, Form, Node
 from autopar.cost_model.library import library_kernels
+from autopar.cost_model.nodes import Arrays, Form, Node
 
 FUSED = frozenset((Form.CHEAP, Form.COSTLY))
 READ_BUFFERS = frozenset((Form.KERNEL, Form.IN_PLACE, Form.LOOP))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from autopar.cost_model.arrays import Arrays, Form, Node
+from autopar.cost_model.nodes import Arrays, Form, Node
 
 FEWEST_ELEMENTS = 4096
 """Arithmetic on arrays that are all smaller is not handed over."""

@@ -27,10 +27,11 @@ from typing import Any
 import numpy as np
 
 from autopar import _compat
-from autopar.cost_model.arrays import Arrays, Form, Node, Tenant, arrays_of
+from autopar.cost_model.arrays import arrays_of
 from autopar.cost_model.buffers import Kernels, kernels_of, order_of, precedence
 from autopar.cost_model.combine import joined
 from autopar.cost_model.hosted import hosted_bytes
+from autopar.cost_model.nodes import Arrays, Form, Node, Tenant
 from autopar.cost_model.tenants import largest_tenants
 from autopar.graph.fusion import Fusion
 from autopar.plan import Memory

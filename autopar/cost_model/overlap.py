@@ -28,10 +28,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.cluster import Cluster
-from autopar.cost_model.arrays import Arrays, Form
 from autopar.cost_model.buffers import Kernels, kernels_of
 from autopar.cost_model.collectives import Collective, axes_cost
 from autopar.cost_model.combine import combined, levels
+from autopar.cost_model.nodes import Arrays, Form
 from autopar.cost_model.reshard import COMBINED, COMBINED_RESULT_BYTES
 from autopar.cost_model.streams import Tasks, surely_hidden
 from autopar.plan import CollectiveUse

@@ -18,11 +18,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from autopar.cluster import Cluster, Mesh
-from autopar.cost_model.arrays import Arrays, arrays_of
+from autopar.cost_model.arrays import arrays_of
 from autopar.cost_model.collectives import Collective, collective_seconds, wire_bytes
 from autopar.cost_model.combine import led_by, sent_before
 from autopar.cost_model.hosted import host_seconds
 from autopar.cost_model.kernels import Kernel, kernel_cost
+from autopar.cost_model.nodes import Arrays
 from autopar.cost_model.overlap import Move, hidden_seconds
 from autopar.cost_model.reshard import COLLECTIVE_OF_MOVE, collective_bytes, copy_seconds, move_seconds, order_of
 from autopar.cost_model.waits import axes_waiting

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from autopar.cost_model.arrays import Node
+from autopar.cost_model.nodes import Node
 from autopar.graph.ir import Graph, Phase
 from autopar.schedule.spmd import SpmdProgram
 from autopar.wording import array_text, families, family_name, slashed, source_text

@@ -28,9 +28,10 @@ from functools import cached_property
 import numpy as np
 
 from autopar.cluster import Cluster, Mesh
-from autopar.cost_model.arrays import Arrays, arrays_of
+from autopar.cost_model.arrays import arrays_of
 from autopar.cost_model.hosted import has_host_memory, seconds_per_hosted_byte
 from autopar.cost_model.memory import memory_of
+from autopar.cost_model.nodes import Arrays
 from autopar.cost_model.predict import predict
 from autopar.errors import BudgetError, PlanError
 from autopar.graph.ir import Graph

@@ -1,0 +1,81 @@
+"""What is a node?  One array that a compiler could keep, on one device.
+
+The local program is a list of them (:mod:`autopar.cost_model.arrays` makes it); a node's ``inputs`` are earlier nodes, so the
+list is in topological order.  Fusion, liveness, combined collectives and what hides behind them are read off it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from autopar.cost_model.collectives import Collective
+from autopar.graph.ir import Operator
+from autopar.plan import Axes
+from autopar.schedule.spmd import NOTHING_HOSTED, Buffer, Hosted
+
+
+class Form(Enum):
+    """How an array comes about."""
+
+    INPUT = "input"
+    CHEAP = "cheap"  # computed inside the kernels that need it, again in each
+    COSTLY = "costly"  # computed inside a kernel, but only once
+    RENAME = "rename"  # the bytes of its input under another shape
+    REDUCE = "reduce"
+    KERNEL = "kernel"  # reads and writes real buffers
+    IN_PLACE = "in place"  # a kernel that overwrites its first input
+    LOOP = "loop"  # owns no buffer; its results are those it was given
+
+
+class Tenant(Enum):
+    """What a buffer holds, for the report."""
+
+    ACTIVATION = "activations"
+    GRADIENT = "gradients"
+    UPDATE = "update"
+    GATHERED = "gathered copies"
+    COPY = "copies"
+    LOOP = "loop buffers"
+    HOSTED = "copies of arrays in host memory"
+
+
+@dataclass(slots=True)
+class Node:
+    """One array of ``size_bytes`` on one device; ``unary`` when at most one input is as large as the result."""
+
+    form: Form
+    inputs: tuple[int, ...]
+    size_bytes: int
+    tenant: Tenant
+    value: int
+    source: Operator | None
+    shape: tuple[int, ...] = ()
+    elementwise: bool = False
+    unary: bool = True
+    widens: bool = False
+    in_library: bool = False
+    is_zero: bool = False
+    source_bytes: int = 0
+    """Size of the largest array in memory that the array is computed from (its own, if it is not fused)."""
+    combines: tuple[Collective, Axes, str] | None = None
+    """Kind, axes and element type of a collective that may be combined with others of the same."""
+    inner: Arrays | None = None
+    """The body of a loop."""
+
+
+@dataclass
+class Arrays:
+    """All nodes of one level. ``outputs`` are nodes (``None``: a literal); ``pairs`` are positions of an input and of
+    the output that takes its buffer; ``moves`` are the nodes of the moves that make a buffer, by their number; ``hosted``
+    are positions of inputs and outputs that have no buffer on the device, ``in_flight`` stands for those of them that are there
+    for a moment.
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    outputs: list[int | None] = field(default_factory=list)
+    pairs: tuple[tuple[int, int], ...] = ()
+    moves: dict[tuple[Buffer, int], int] = field(default_factory=dict)
+    hosted: Hosted = NOTHING_HOSTED
+    in_flight: int | None = None
