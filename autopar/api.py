@@ -437,7 +437,7 @@ class Parallelized:
             if key not in self._taken:
                 self._taken[key] = self._told_or_kept(subject, args, kwargs, cluster, demands)
             plan = self._taken[key]
-        terms = self._options.demands.terms(plan.num_microbatches)
+        terms = replace(self._options.demands.terms(plan.num_microbatches), shares=plan.shares)
         check_fits(plan, subject, terms, cluster)
         rewritten = as_planned(subject, plan, terms, platform)
         if plan.is_pipeline:

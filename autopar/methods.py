@@ -11,7 +11,9 @@ integer program, so the opponents are as strong as their idea allows.
 * expert parallel: ZeRO-2, but the experts of a mixture, with their optimizer state, lie on different devices, and examples are
   exchanged with them (Lepikhin et al., 2021, §3; Rajbhandari et al., DeepSpeed-MoE, 2022, §5);
 * tensor parallel: Megatron-LM's columns and rows (Shoeybi et al., 2019, §3): the first matrix after a whole activation
-  is cut by its outputs, the next by its inputs; vocabulary tables by rows; data parallel over the other axis.
+  is cut by its outputs, the next by its inputs; vocabulary tables by rows; data parallel over the other axis;
+* shares: data parallel over several meshes that hold the whole model, with unlike numbers of microbatches
+  (:mod:`autopar.share_search`).
 """
 
 from __future__ import annotations
@@ -244,11 +246,39 @@ class InterOp:
         return Restriction()
 
 
+@dataclass(frozen=True)
+class Shares:
+    """The whole model on several meshes, the kinds of devices, each of which works off its own share of the microbatches.
+
+    ``microbatches`` are these shares, in the order of the meshes (None: the planner's choice); within a mesh the integer program
+    lays the model out.
+    """
+
+    microbatches: tuple[int, ...] | None = None
+    name: str = "shares"
+
+    def __post_init__(self) -> None:
+        said = self.microbatches
+        if said is not None and (len(said) < 2 or not all(isinstance(one, int) and one >= 1 for one in said)):
+            raise PlanError(
+                f"Shares({said}) deals to no two meshes; give each mesh one microbatch or more: Shares((3, 1))"
+            )
+
+    def meshes(self, cluster: Cluster) -> tuple[Mesh, ...]:
+        """All ordered factorisations of the number of devices of a mesh."""
+        return tuple(cluster.logical_mesh_shapes(3))
+
+    def restriction(self, subject: Subject, mesh: Mesh) -> Restriction:
+        """Nothing is forbidden."""
+        return Restriction()
+
+
 HAND_MADE: tuple[Method, ...] = (DataParallel(), Zero2(), Zero3(), TensorParallel())
 """The opponents of every benchmark and explanation."""
 
 BY_NAME: dict[str, Method] = {
-    method.name: method for method in (*HAND_MADE, ExpertParallel(), InterOp(), IntraOp(), IntraOp(name="auto"))
+    method.name: method
+    for method in (*HAND_MADE, ExpertParallel(), InterOp(), Shares(), IntraOp(), IntraOp(name="auto"))
 }
 
 

@@ -236,7 +236,7 @@ def _schedule(value: Any) -> Schedule | OrderFunction:
     """A schedule by its name, or a function that makes orders."""
     if callable(value) and isinstance(value, Hashable):
         return cast("OrderFunction", value)
-    unnamed = (Schedule.SINGLE, Schedule.OWN)
+    unnamed = (Schedule.SINGLE, Schedule.SHARES, Schedule.OWN)
     names = [one.value for one in Schedule if one not in unnamed]
     try:
         schedule = Schedule(value)

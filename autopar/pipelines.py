@@ -38,6 +38,7 @@ from autopar.inter_op.hosting import Hosting
 from autopar.inter_op.layers import layers
 from autopar.inter_op.looped import Looped, looped
 from autopar.inter_op.pipeline_search import ESTIMATED_COUNT, SCHEDULES, Wanted, estimated_examples, search_pipelines
+from autopar.inter_op.shares import looped_in_shares
 from autopar.inter_op.sites import split_evenly
 from autopar.inter_op.stages import (
     Arrangement,
@@ -150,6 +151,11 @@ def plan_pipeline_like(
 
     Raises :class:`~autopar.errors.PlanError` where this step has no such stages.
     """
+    if like.plan.shares:
+        raise PlanError(
+            "the step that like= names deals its microbatches to meshes of which each reads the whole model, which no other step "
+            "can be like; leave like= out: its arguments are then moved to where its own plan wants them"
+        )
     opening = like.opening_of(subject.program)
     if opening.pieces > 1:
         subject = cut_between_trips(subject, opening, cluster.device.platform.value)
@@ -187,16 +193,14 @@ def pipeline_alike(
     There is none if the fastest plans of its stages, regardless of memory, do not keep the budget on every mesh, nor with
     residuals in the memory of the hosts, where they may lie there.
     """
-    one = as_loop(
-        subject,
-        demands.terms(plan.num_microbatches),
-        cluster.device.platform.value,
-        opening=Opening(plan.opening.pieces),
-    )
+    terms = replace(demands.terms(plan.num_microbatches), shares=plan.shares)
+    one = as_loop(subject, terms, cluster.device.platform.value, opening=Opening(plan.opening.pieces))
     planner = StagePlanner(pipeline_task(one, loop_of(one), cluster, demands, report_progress))
-    schedule = schedule_of(plan, plan.num_microbatches) if demands.schedule is None else demands.schedule
+    schedule = schedule_of(plan, plan.trips) if demands.schedule is None else demands.schedule
     arrangement = Arrangement(cuts, tuple(stage.devices for stage in plan.stages), schedule)
     squeezed = planner.squeezed(arrangement)
+    if plan.shares:  # a layer is on all meshes, and counts as on the first
+        squeezed = any(squeezed), *(False for _ in squeezed[1:])
     found = planner.with_hosts(arrangement) if any(squeezed) else planner.plan(arrangement)
     return Alike(None if found is None else (one, plan_of_pipeline(one, cluster, demands, found), None), squeezed)
 
@@ -335,7 +339,9 @@ def _kept_loop(subject: Subjected) -> str:
 
 
 def loop_of(subject: Subjected) -> Looped:
-    """The loop over microbatches in a step that was rewritten as one."""
+    """The loop over microbatches in a step that was rewritten as one, or the trip that holds those of its shares."""
+    if subject.shares:
+        return looped_in_shares(subject.graph, subject.roles.leaves(Role.BATCH), subject.shares)
     return looped(subject.graph, subject.roles.leaves(Role.BATCH), subject.num_microbatches)
 
 
@@ -442,6 +448,7 @@ def plan_of_pipeline(subject: Subjected, cluster: Cluster, demands: Demands, fou
         order=() if isinstance(schedule, Schedule) else as_entries(found.order),
         opening=subject.opening,
         remat=subject.remat,
+        shares=subject.shares,
     )
 
 
@@ -484,7 +491,7 @@ def _devices_of(homes: tuple[int, ...], cluster: Cluster, demands: Demands) -> t
     """The devices of each stage, of which the meshes are told; raises :class:`~autopar.errors.PlanError` where there are none."""
     stages, num_meshes = demands.stages, max(homes) + 1
     if isinstance(stages, tuple):
-        _check_devices(stages, cluster)
+        check_devices(stages, cluster)
         check_homes(stages, homes)
         return stages
     meshes = split_evenly(num_meshes, cluster)
@@ -499,7 +506,8 @@ def _devices_of(homes: tuple[int, ...], cluster: Cluster, demands: Demands) -> t
     return tuple(meshes[home] for home in homes)
 
 
-def _check_devices(stages: tuple[tuple[int, ...], ...], cluster: Cluster) -> None:
+def check_devices(stages: tuple[tuple[int, ...], ...], cluster: Cluster) -> None:
+    """Check that the cluster has these devices, as many on each host of a stage; raises PlanError naming the stage."""
     for number, devices in enumerate(stages):
         if beyond := [device for device in devices if not 0 <= device < cluster.num_devices]:
             raise PlanError(

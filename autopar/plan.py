@@ -210,6 +210,8 @@ class Schedule(Enum):
     INTERLEAVED_ONE_F_ONE_B = "interleaved_1f1b"
     ZERO_BUBBLE_H1 = "zb_h1"
     ZERO_BUBBLE_H2 = "zb_h2"
+    SHARES = "shares"
+    """Of meshes that hold the whole model: each works off its own microbatches (:mod:`autopar.inter_op.shares`)."""
     OWN = "own"
 
 
@@ -327,6 +329,13 @@ class Plan:
     """What the planner has layers compute again in the backward pass, beyond what the user's own code says."""
     hosted: tuple[int, ...] = ()
     """Positions of the inputs that lie in the memory of the host between steps, with their next values; of a pipeline none."""
+    shares: tuple[int, ...] = ()
+    """Where each stage is the whole model on a mesh of its own: how many of the microbatches it works off."""
+
+    @property
+    def trips(self) -> int:
+        """How often the stages run in a step: once for each microbatch, or once for all of their shares."""
+        return 1 if self.shares else self.num_microbatches
 
     @property
     def offload(self) -> Offload:
@@ -337,7 +346,7 @@ class Plan:
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether the model is cut into stages."""
+        """Whether there are several stages: parts of the model, or the whole of it several times."""
         return len(self.stages) > 1
 
     @property
@@ -374,7 +383,11 @@ class Plan:
         """One line: method, stages, meshes, predicted milliseconds of a step, MiB on one device, proven gap."""
         meshes = " | ".join(str(mesh) for mesh in {stage.devices: stage.mesh for stage in self.stages}.values())
         stages = ""
-        if self.is_pipeline:
+        if self.shares:
+            stages = (
+                f" with the whole model on {self.num_meshes} meshes, {' + '.join(map(str, self.shares))} microbatches,"
+            )
+        elif self.is_pipeline:
             count = "1 microbatch" if self.num_microbatches == 1 else f"{self.num_microbatches} microbatches"
             dealt = "" if self.num_meshes == len(self.stages) else f" on {self.num_meshes} meshes"
             stages = f" in {len(self.stages)} stages{dealt}, {self.schedule.value} over {count},"

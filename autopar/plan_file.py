@@ -2,7 +2,7 @@
 
     load(save(plan)) = plan     exactly: floats are written by their shortest text that reads back to the same bits
 
-The file is JSON, ``{"format": "autopar.plan", "version": 9, "plan": {…}}`` with the fields of ``Plan``.  Layouts and
+The file is JSON, ``{"format": "autopar.plan", "version": 10, "plan": {…}}`` with the fields of ``Plan``.  Layouts and
 strategies are few and their users many (24 equal layers), so each distinct one stands once in a table, ``layouts`` or
 ``strategies``, and is referred to by its place there: ``homes``, ``copies`` and ``strategies`` of a stage are pairs
 ``[id, place]``, ``in_layouts`` and ``out_layouts`` are places.
@@ -45,7 +45,7 @@ from autopar.plan import (
 )
 
 FILE_FORMAT = "autopar.plan"
-FILE_VERSION = 9
+FILE_VERSION = 10
 OLDEST_VERSION = 3
 """Files of which nothing but what was added since is missing."""
 _ADVICE = "correct it, or plan again and save anew"
@@ -153,6 +153,7 @@ class _PlanEntry(Struct, forbid_unknown_fields=True, kw_only=True):
     opening: _OpeningEntry = msgspec.field(default_factory=_OpeningEntry)
     remat: _RematEntry = msgspec.field(default_factory=_RematEntry)
     hosted: tuple[_Whole, ...] = ()
+    shares: tuple[_Count, ...] = ()
     layouts: tuple[_LayoutEntry, ...]
     strategies: tuple[_StrategyEntry, ...]
     stages: Annotated[tuple[_StageEntry, ...], Meta(min_length=1)]
@@ -244,6 +245,7 @@ def encode_plan(plan: Plan) -> bytes:
         ),
         remat=_RematEntry(tuple(map(index, plan.remat.starts)), plan.remat.kinds),
         hosted=tuple(map(index, plan.hosted)),
+        shares=tuple(map(index, plan.shares)),
         layouts=tuple(_LayoutEntry(layout.dims, layout.partial) for layout in layouts.entries()),
         strategies=tuple(_StrategyEntry(one.factors, one.passing) for one in strategies.entries()),
         stages=stages,
@@ -400,12 +402,14 @@ class _Reader:
             opening=Opening(stored.opening.pieces, stored.opening.leaves),
             remat=self._remat(),
             hosted=self._hosted(),
+            shares=stored.shares,
         )
 
     def _check_stages(self, stages: tuple[Stage, ...]) -> None:
         """Stages, cuts and schedule go together, and stages share all their devices or none."""
         stored = self._stored
-        if len(stored.cuts) != len(stages) - 1:
+        self._check_shares(len(stages))
+        if len(stored.cuts) != (0 if stored.shares else len(stages) - 1):
             raise self._error("$.plan.cuts", f"{len(stored.cuts)} cuts for {len(stages)} stages")
         if list(stored.cuts) != sorted(set(stored.cuts)):
             raise self._error("$.plan.cuts", f"{list(stored.cuts)} do not ascend")
@@ -437,6 +441,19 @@ class _Reader:
                 raise self._error(place, f"a device stands there twice in {list(stage.devices)}")
         if len(stages) > 1:
             self._check_dealing([seen[stage.devices[0]] for stage in stages])
+
+    def _check_shares(self, num_stages: int) -> None:
+        """Shares, one for each stage, add up to the microbatches, and are dealt under their own schedule alone."""
+        stored = self._stored
+        if (stored.schedule is Schedule.SHARES) is not bool(stored.shares):
+            what = "shares stand" if stored.shares else "no shares stand"
+            raise self._error("$.plan.shares", f"{what} there for the schedule {stored.schedule.value!r}")
+        if stored.shares and len(stored.shares) != num_stages:
+            raise self._error("$.plan.shares", f"{len(stored.shares)} shares for {num_stages} stages")
+        if stored.shares and sum(stored.shares) != stored.num_microbatches:
+            raise self._error(
+                "$.plan.shares", f"{list(stored.shares)} do not add up to the {stored.num_microbatches} microbatches"
+            )
 
     def _check_opening(self, num_stages: int) -> None:
         """Only stages share loops, and only of loops that are shared are leaves cut, each once."""

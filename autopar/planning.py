@@ -50,7 +50,7 @@ from autopar.intra_op.search import (
 )
 from autopar.intra_op.within_budget import HOPELESS
 from autopar.likeness import as_there
-from autopar.methods import HAND_MADE, IntraOp, mesh_of, method_of
+from autopar.methods import HAND_MADE, IntraOp, Shares, mesh_of, method_of
 from autopar.microbatch_search import ANY_AXES, MicrobatchSearch
 from autopar.pipelines import (
     best_pipeline,
@@ -68,6 +68,7 @@ from autopar.plan import Plan
 from autopar.reach import Subject
 from autopar.remat_search import Alike, Planned, Planners, as_demanded, with_remat
 from autopar.schedule.spmd import output_layouts
+from autopar.share_search import plan_in_shares, shares_below
 from autopar.subjects import Demands, Rewritings, Subjected
 from autopar.user_shardings import UserDemands, UserShardings, check_undivided, user_demands, with_wishes
 
@@ -182,6 +183,8 @@ def _best_plan(
     subject: Subjected, cluster: Cluster, demands: Demands, report_progress: Callable[[str], None]
 ) -> tuple[Subjected, Plan, Found | None]:
     """The fastest plan of a step in this form."""
+    if isinstance(method_of(demands.method), Shares):
+        return plan_in_shares(subject, cluster, demands, report_progress)
     if wants_pipeline(demands):
         return plan_pipeline(subject, cluster, demands, report_progress)
     planner = _Planner(subject, cluster, demands, report_progress)
@@ -231,6 +234,10 @@ class _Planner:
         if not self.subject.hosted and may_be_pipeline(self.subject, self.cluster, self.demands, known):
             seconds = float("inf") if known is None else known.step_seconds
             pipeline = best_pipeline(self._forms, self.cluster, self.demands, seconds, self._report_progress)
+            if self.cluster.host_devices:
+                seconds = seconds if pipeline is None else pipeline[1].step_seconds
+                dealt = shares_below(self.subject, self.cluster, self.demands, seconds, self._report_progress)
+                pipeline = pipeline if dealt is None else dealt
         return whole if pipeline is None else pipeline
 
     @property

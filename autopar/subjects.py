@@ -23,10 +23,11 @@ from autopar.graph.tracing import TracedProgram
 from autopar.graph.wishes import LeafWish, LeafWishes, Wishes, wishes_of
 from autopar.inter_op.accumulate import accumulated
 from autopar.inter_op.alone import each_alone, twin_of
-from autopar.inter_op.examples import CoupledBatchError, examples_of
+from autopar.inter_op.examples import CoupledBatchError, Examples, examples_of
 from autopar.inter_op.looped import as_one_trip, with_open_branches
 from autopar.inter_op.opened import MAY_BE_CUT, Opened, opened, opened_roles
 from autopar.inter_op.remat import Rematerialising
+from autopar.inter_op.shares import in_shares
 from autopar.inter_op.stacks import Rows, layer_loops, stacks_of
 from autopar.inter_op.terms import AccumulatorDtype, BatchCoupling, MicrobatchRng, Terms
 from autopar.intra_op.search import Ground
@@ -91,6 +92,8 @@ class Subjected:
     leaves: LeafWishes | None = None
     """Shardings that the arguments carry; None: all shardings in the user's code are ignored."""
     num_microbatches: int = 1
+    shares: tuple[int, ...] = ()
+    """Where they are dealt out to several meshes that hold the whole model: the numbers of microbatches of each."""
     undivided: Subjected | None = None
     """Where the step is a loop over microbatches: the step as it was; batch leaves are (N, B/N, …) in the loop's."""
     alone: str = ""
@@ -178,7 +181,9 @@ def as_loop(
     """
     if opening.pieces > 1:
         subject, known = cut_between_trips(subject, opening, platform), None
-    if known is not None:
+    if terms.shares:
+        program, alone = _in_shares(subject, terms), ""
+    elif known is not None:
         program, alone = known.program, known.alone
     elif terms.count > 1:
         program, alone = _in_microbatches(subject, terms, platform)
@@ -332,23 +337,39 @@ class Rewritings:
 
 def _in_microbatches(subject: Subjected, terms: Terms, platform: str) -> tuple[TracedProgram, str]:
     """The program that runs microbatch by microbatch, and why each is a batch of its own, if it is."""
-    count = terms.count
-    size, batch = subject.roles.batch_size, subject.roles.leaves(Role.BATCH)
+    size, batch = _batch_size(subject, terms.count), subject.roles.leaves(Role.BATCH)
+    try:
+        return accumulated(subject.program, _examples(subject, terms), batch, terms.accumulator), ""
+    except CoupledBatchError as error:
+        if terms.coupling is BatchCoupling.REFUSE or subject.retrace is None:
+            raise
+        retrace = functools.partial(subject.retrace, size // terms.count)
+        twin = twin_of(subject.program, subject.graph, retrace, platform)
+        return each_alone(twin, batch, terms), error.reason
+
+
+def _in_shares(subject: Subjected, terms: Terms) -> TracedProgram:
+    """The program whose microbatches are dealt out; raises PlanError where the batch cannot be cut so."""
+    _batch_size(subject, terms.count)
+    batch = subject.roles.leaves(Role.BATCH)
+    return in_shares(subject.program, _examples(subject, terms), batch, terms.shares, terms.accumulator)
+
+
+def _examples(subject: Subjected, terms: Terms) -> Examples:
+    roles = subject.roles
+    return examples_of(subject.graph, roles.leaves(Role.BATCH), roles.leaves(Role.STATE), terms.count, terms.rng)
+
+
+def _batch_size(subject: Subjected, count: int) -> int:
+    """The number of examples, if it can be cut into so many microbatches."""
+    size = subject.roles.batch_size
     if size is None:
         raise PlanError(
             f"num_microbatches={count}, but no argument was found to be the batch; name it with batch_argnums="
         )
     if size % count:
         raise PlanError(f"num_microbatches={count} does not divide the batch of {size} examples")
-    try:
-        examples = examples_of(subject.graph, batch, subject.roles.leaves(Role.STATE), count, terms.rng)
-        return accumulated(subject.program, examples, batch, terms.accumulator), ""
-    except CoupledBatchError as error:
-        if terms.coupling is BatchCoupling.REFUSE or subject.retrace is None:
-            raise
-        retrace = functools.partial(subject.retrace, size // count)
-        twin = twin_of(subject.program, subject.graph, retrace, platform)
-        return each_alone(twin, batch, terms), error.reason
+    return size
 
 
 def _with_program(subject: Subjected, program: TracedProgram, platform: str) -> Subjected:
@@ -365,6 +386,7 @@ def _rewritten(subject: Subjected, program: TracedProgram, terms: Terms, platfor
         _with_program(subject, program, platform),
         fingerprint=fingerprint_on(subject, terms),
         num_microbatches=terms.count,
+        shares=terms.shares,
         undivided=subject,
     )
 

@@ -7,9 +7,9 @@ However its examples are dealt to the two, the slower part takes at least
 
     1 / (1/a + 1/b)
 
-which data parallelism with microbatches dealt in proportion would reach if gradients were exchanged in no time.  It exchanges
-them once a step, over the network between the kinds; the table says what that takes with nothing to hide it.  Stages of a
-pipeline lie on one kind each, and send activations.
+which data parallelism with microbatches dealt in proportion (``method="shares"``) would reach if gradients were exchanged in no
+time.  It exchanges them once a step, over the network between the kinds; the table says what an all-reduce of them takes.  Stages
+of a pipeline lie on one kind each, and send activations.  ``auto`` chooses between all of these.
 
 GPT in half precision as in the suites, on the 8 V100s of a p3.16xlarge and the 8 A100s of a p4d.24xlarge, joined by the network
 of the first.
@@ -44,10 +44,11 @@ CASES = (("350M", 256), ("350M", 1024), ("1.3B", 1024))
 
 @dataclass(frozen=True)
 class Reached:
-    """Seconds of a step on either kind alone and of the plan on both; those that an exchange of gradients would take."""
+    """Seconds of a step on either kind alone; of an exchange of gradients; the plans of shares and of auto on both."""
 
     alone_seconds: tuple[float, float]
     exchange_seconds: float
+    shares: Plan
     plan: Plan
     planning_seconds: float
 
@@ -63,9 +64,9 @@ def both_kinds() -> Cluster:
     return slow.replace(hosts=2, host_devices={1: fast.device})
 
 
-def best_plan(subject: Subjected, cluster: Cluster) -> Plan:
+def best_plan(subject: Subjected, cluster: Cluster, method: str = "auto") -> Plan:
     """Chosen by the planner."""
-    return make_plan(subject, cluster, Demands(accumulator_dtype=AccumulatorDtype.SAME))[1]
+    return make_plan(subject, cluster, Demands(method=method, accumulator_dtype=AccumulatorDtype.SAME))[1]
 
 
 def reached(size: str, batch: int) -> Reached:
@@ -83,7 +84,7 @@ def reached(size: str, batch: int) -> Reached:
     )
     pairs = tuple(zip(slow, fast, strict=True))
     exchange = group_seconds(Collective.ALL_REDUCE, gradient_bytes / EACH, pairs, cluster)
-    return Reached((alone[0], alone[1]), exchange, plan, seconds)
+    return Reached((alone[0], alone[1]), exchange, best_plan(subject, cluster, "shares"), plan, seconds)
 
 
 def main() -> None:
@@ -96,7 +97,9 @@ def main() -> None:
         "A100s alone",
         "least",
         "gradients",
-        "plan",
+        "shares",
+        "step",
+        "auto",
         "step",
         "of least",
         "core s",
@@ -110,6 +113,8 @@ def main() -> None:
             *(f"{seconds:.3f}" for seconds in found.alone_seconds),
             f"{found.least_seconds:.3f}",
             f"{found.exchange_seconds:.3f}",
+            " + ".join(map(str, found.shares.shares)),
+            f"{found.shares.step_seconds:.3f}",
             said_of(found.plan),
             f"{found.plan.step_seconds:.3f}",
             f"{found.plan.step_seconds / found.least_seconds:.2f}",

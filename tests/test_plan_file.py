@@ -95,7 +95,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
 def test_entries_stand_in_the_tables_once(tmp_path: Path) -> None:
     content = stored(TOY, tmp_path / "plan.json")
-    assert (content["format"], content["version"]) == ("autopar.plan", 9)
+    assert (content["format"], content["version"]) == ("autopar.plan", 10)
     plan = content["plan"]
     assert plan["layouts"] == [
         {"dims": [["data", "model"], []], "partial": []},
@@ -461,11 +461,19 @@ def test_every_truncation_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("version", "unknown"),
-    [(3, ("opening", "remat", "hosted")), (4, ("remat", "hosted")), (5, ("hosted",)), (6, ()), (7, ())],
+    [
+        (3, ("opening", "remat", "hosted")),
+        (4, ("remat", "hosted")),
+        (5, ("hosted",)),
+        (6, ()),
+        (7, ()),
+        (8, ()),
+        (9, ()),
+    ],
 )
 def test_files_of_the_versions_before_are_read(version: int, unknown: tuple[str, ...], tmp_path: Path) -> None:
     """They know nothing of loops over layers that are cut, of layers that compute again, of state in host memory, of sums
-    that are scattered by hand, or of what is hidden.
+    that are scattered by hand, of what is hidden, of residuals in host memory, or of shares.
     """
     content = stored(TOY, tmp_path / "plan.json")
     content["version"] = version
@@ -473,11 +481,13 @@ def test_files_of_the_versions_before_are_read(version: int, unknown: tuple[str,
         del content["plan"][name]
     if version < 6:
         del content["plan"]["prediction"]["host_seconds"], content["plan"]["prediction"]["memory"]["host_bytes"]
-    del content["plan"]["prediction"]["hidden_seconds"]
+    if version < 8:
+        del content["plan"]["prediction"]["hidden_seconds"]
     for stage in content["plan"]["stages"] if version < 7 else ():
         del stage["sum_scatter"]
-    for stage in content["plan"]["stages"]:
+    for stage in content["plan"]["stages"] if version < 9 else ():
         del stage["hosted"]
+    del content["plan"]["shares"]
     (tmp_path / "plan.json").write_text(json.dumps(content))
     assert Plan.load(tmp_path / "plan.json") == TOY
 
@@ -485,9 +495,9 @@ def test_files_of_the_versions_before_are_read(version: int, unknown: tuple[str,
 @pytest.mark.parametrize(
     ("version", "message"),
     [
-        (10, "$.version is 10, written by a newer release, and this one reads 9; upgrade autopar"),
-        (2, "$.version is 2, written by an older release, and this one reads 9; plan again with this release"),
-        (0, "$.version is 0, and there is no such version (this release reads 9)"),
+        (11, "$.version is 11, written by a newer release, and this one reads 10; upgrade autopar"),
+        (2, "$.version is 2, written by an older release, and this one reads 10; plan again with this release"),
+        (0, "$.version is 0, and there is no such version (this release reads 10)"),
         ("1", "Expected `int`, got `str` - at `$.version`"),
     ],
 )

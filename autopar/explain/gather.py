@@ -167,7 +167,7 @@ def _explained(case: _Case) -> Explanation | PipelineExplanation:
 def _pipeline_explanation(case: _Case) -> PipelineExplanation:
     plan, subject = case.plan, case.subject
     account = case.step.account(subject, plan, case.cluster)
-    stages = stage_rows(account, case.cluster, case.step.demands.memory_per_device)
+    stages = stage_rows(account, case.cluster, case.step.demands.memory_per_device, plan.shares)
     leaves = leaves_on_stages(account, subject)
     single = _opponent(case, WITHOUT_PIPELINE)
     budget = max(stages, key=lambda row: row.peak_bytes / row.budget_bytes).budget_bytes

@@ -43,6 +43,8 @@ class StageRow:
     ``update_seconds`` are of what runs once in a step.  Bytes are of one device: ``state_bytes`` of what it is given once in a
     step (state and batch), ``peak_bytes`` at its fullest moment.  That and ``busy_fraction`` are of all stages of the mesh.
     ``in_flight`` microbatches keep residuals at once.  ``kind`` is that of its devices, on a cluster of several.
+    Where every stage is the whole model, ``share`` is how many of the microbatches it works off, and ``forward_seconds`` both
+    passes of one of them; else it is 0.
     ``num_hosted`` of the residuals lie in the memory of the host, at most ``host_bytes`` for each device of the mesh;
     ``host_seconds`` are of copies there and back, for one microbatch.
     """
@@ -68,6 +70,7 @@ class StageRow:
     num_hosted: int = 0
     host_bytes: int = 0
     host_seconds: float = 0.0
+    share: int = 0
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,11 @@ class PipelineExplanation:
     alternatives: tuple[tuple[str, float], ...]
     solver: SolverReport
     notes: tuple[str, ...]
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether every stage is the whole model on a mesh of its own, with a share of the microbatches."""
+        return any(row.share for row in self.stages)
 
     @property
     def bytes_per_device(self) -> int:

@@ -35,9 +35,14 @@ def pipeline_view(e: PipelineExplanation) -> Iterator[RenderableType]:
     count = "1 microbatch" if e.num_microbatches == 1 else f"{e.num_microbatches} microbatches"
     dealt = "" if len(e.timeline) == len(e.stages) else f" on {len(e.timeline)} meshes"
     stages = f"{len(e.stages)} stages{dealt}, {e.schedule} over {count}"
+    if e.has_shares:
+        stages = (
+            f"the whole model on {len(e.stages)} meshes, {' + '.join(str(row.share) for row in e.stages)} of {count}"
+        )
     title = Text.assemble((e.function, "bold"), f" · {e.method} · {stages} · {e.cluster}")
     yield Panel(Text(e.verdict), title=title, title_align="left", box=box.ROUNDED, padding=(0, 1))
-    yield from _stage_tables(e)
+    yield _what_table(e)
+    yield _share_table(e) if e.has_shares else _cost_table(e)
     yield _timeline(e)
     yield _passage_table(e)
     yield _layout_table(e)
@@ -46,7 +51,7 @@ def pipeline_view(e: PipelineExplanation) -> Iterator[RenderableType]:
     yield Group(*_remarks(e))
 
 
-def _stage_tables(e: PipelineExplanation) -> Iterator[RenderableType]:
+def _what_table(e: PipelineExplanation) -> RenderableType:
     what = new_table("Stages", "", "forward pass from … to", "devices", "mesh", "axes in use", left=5)
     for row in e.stages:
         span = row.first if row.first == row.last else f"{row.first} …\n{row.last}"
@@ -54,7 +59,28 @@ def _stage_tables(e: PipelineExplanation) -> Iterator[RenderableType]:
         devices = ", ".join(map(str, row.devices)) + (f" ({row.kind})" if row.kind else "")
         axes = axes_text(row.axes_in_use) or "none"
         what.add_row(str(row.number), f"{span}, {operators}", devices, str(row.mesh), axes)
-    yield what
+    return what
+
+
+def _share_table(e: PipelineExplanation) -> RenderableType:
+    cost = new_table(
+        "Time and memory of a mesh", "", "microbatches", "each, both passes", "before", "update", "busy",
+        "state", "peak of a device", "of budget",
+    )  # fmt: skip
+    for row in e.stages:
+        cost.add_row(
+            str(row.number),
+            str(row.share),
+            *map(seconds_text, (row.forward_seconds, row.before_seconds, row.update_seconds)),
+            f"{row.busy_fraction:.0%}",
+            bytes_text(row.state_bytes),
+            bytes_text(row.peak_bytes),
+            share(row.peak_bytes, row.budget_bytes),
+        )
+    return cost
+
+
+def _cost_table(e: PipelineExplanation) -> RenderableType:
     cost = new_table(
         "Time and memory of a stage; forward and backward of one microbatch, the rest of a step", "", "forward", "backward",
         "before", "update", "busy", "in flight", "state", "peak of a device", "of budget",
@@ -73,7 +99,7 @@ def _stage_tables(e: PipelineExplanation) -> Iterator[RenderableType]:
             share(row.peak_bytes, row.budget_bytes),
         )
     cost.add_row("budget", *[""] * 7, bytes_text(e.budget_bytes), "", style="dim")
-    yield cost
+    return cost
 
 
 # -------------------------------------------------------------------------------------------------------------- timeline
@@ -93,14 +119,17 @@ def _timeline(e: PipelineExplanation) -> RenderableType:
         ratio = e.measured_seconds / e.step_seconds
         end += f"; measured {seconds_text(e.measured_seconds)} (median of {e.measured_steps}), ×{ratio:.2f}"
     lines.append(Text(f"{'':>{width}}  0 … {end}"))
-    legend = f"{FORWARD_DIGITS[1]} forward, {BACKWARD_DIGITS[1]} backward (last digit of the microbatch), {ONCE} once in a step"
+    passes = f"{FORWARD_DIGITS[1]} forward, {BACKWARD_DIGITS[1]} backward (last digit of the microbatch)"
+    legend = f"{'1 its microbatches, both passes' if e.has_shares else passes}, {ONCE} once in a step"
     kinds = {span.work for row in e.timeline for span in row.spans}
     legend += f", {WEIGHT_DIGITS[1]} weights" if Work.WEIGHT in kinds else ""
     legend += f", {MOVE} handed on" if Work.MOVE in kinds else ""
     lines.append(Text(f"{'':>{width}}  {legend}, {IDLE} idle", style="dim"))
     busy = {row.devices: row.busy_fraction for row in e.stages}
     idle = sum(1 - fraction for fraction in busy.values()) / len(busy)
-    bubble = f"idle {idle:.0%} of the time; equal stages with messages that cost nothing: {e.bubble_fraction:.0%}"
+    bubble = f"idle {idle:.0%} of the time"
+    if not e.has_shares:
+        bubble += f"; equal stages with messages that cost nothing: {e.bubble_fraction:.0%}"
     return Group(*lines, Text(f"{'':>{width}}  {bubble}"), Text())
 
 

@@ -37,8 +37,10 @@ _WORK = {
 # ---------------------------------------------------------------------------------------------------------------- stages
 
 
-def stage_rows(account: PipelineAccount, cluster: Cluster, memory_per_device: float | None) -> tuple[StageRow, ...]:
-    """One row for every stage, in order; ``memory_per_device`` is the user's budget, if there is one."""
+def stage_rows(
+    account: PipelineAccount, cluster: Cluster, memory_per_device: float | None, shares: Sequence[int]
+) -> tuple[StageRow, ...]:
+    """One row for every stage, in order; ``memory_per_device`` is the user's budget, if any, ``shares`` the plan's."""
     pipeline, simulation = account.whole.pipeline, account.simulation
     order = pipeline.order
     seconds: dict[tuple[int, Part], float] = defaultdict(float)
@@ -49,6 +51,8 @@ def stage_rows(account: PipelineAccount, cluster: Cluster, memory_per_device: fl
     for number, (lowering, cost) in enumerate(zip(pipeline.stages, account.costs, strict=True)):
         mesh, operators = pipeline.homes[number], account.forward[number]
         place = cluster.part(lowering.stage.devices)
+        share = shares[number] if shares else 0
+        trips = share or order.num_microbatches
         rows.append(
             StageRow(
                 number=number + 1,
@@ -58,9 +62,9 @@ def stage_rows(account: PipelineAccount, cluster: Cluster, memory_per_device: fl
                 first=place_text(operators[0]) if operators else "",
                 last=place_text(operators[-1]) if operators else "",
                 num_operators=len(operators),
-                forward_seconds=seconds[number, Part.FORWARD] / order.num_microbatches,
-                backward_seconds=seconds[number, Part.BACKWARD] / order.num_microbatches,
-                weight_seconds=seconds[number, Part.WEIGHT] / order.num_microbatches,
+                forward_seconds=seconds[number, Part.FORWARD] / trips,
+                backward_seconds=seconds[number, Part.BACKWARD] / trips,
+                weight_seconds=seconds[number, Part.WEIGHT] / trips,
                 before_seconds=seconds[number, Part.BEFORE],
                 update_seconds=seconds[number, Part.AFTER],
                 busy_fraction=simulation.busy_fractions[mesh],
@@ -72,6 +76,7 @@ def stage_rows(account: PipelineAccount, cluster: Cluster, memory_per_device: fl
                 num_hosted=len(lowering.stage.hosted),
                 host_bytes=hosted[mesh],
                 host_seconds=sum(one.host_seconds for one in cost.executables.values()),
+                share=share,
             )
         )
     return tuple(rows)

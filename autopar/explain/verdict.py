@@ -48,22 +48,35 @@ def verdict_text(plan: Plan, leaves: Sequence[Leaf], methods: Sequence[MethodTot
 
 def pipeline_verdict(plan: Plan, stages: Sequence[StageRow], step_seconds: float, single: MethodTotals) -> str:
     """How the devices share the model, what a step costs, and what the best plan without a pipeline would cost."""
-    parts = [f"{row.first} … {row.last} on {len(row.devices)} devices ({row.mesh})" for row in stages[:MOST_STAGES]]
+    who = "meshes" if plan.shares else "stages"
+    said = [(f"{row.first} … {row.last}" if not row.share else _share_text(row), _devices_text(row)) for row in stages]
+    parts = [f"{what} on {where}" for what, where in said[:MOST_STAGES]]
     if len(stages) > MOST_STAGES:
-        parts.append(f"{len(stages) - MOST_STAGES} more stages")
+        parts.append(f"{len(stages) - MOST_STAGES} more {who}")
+    if plan.shares:
+        parts[0] = f"The whole model on every mesh: {parts[0]}"
     busy = [row.busy_fraction for row in stages]
     fullest = max(stages, key=lambda row: row.peak_bytes / row.budget_bytes)
     held, budget_bytes = fullest.peak_bytes, fullest.budget_bytes
     sentence = (
-        f"{'; '.join(parts)}. {seconds_text(step_seconds)} a step predicted, in which stages work {min(busy):.0%} to "
+        f"{'; '.join(parts)}. {seconds_text(step_seconds)} a step predicted, in which {who} work {min(busy):.0%} to "
         f"{max(busy):.0%} of the time; {bytes_text(held)} of {bytes_text(budget_bytes)} a device "
         f"({_percent(held / budget_bytes)})."
     )
+    without = "On one mesh" if plan.shares else "Without a pipeline"
     if single.step_seconds is not None and single.fits:
-        sentence += f" Without a pipeline: {_ratio_text(single.step_seconds / plan.step_seconds)}."
+        sentence += f" {without}: {_ratio_text(single.step_seconds / plan.step_seconds)}."
     elif single.step_seconds is not None:
-        sentence += " Without a pipeline no plan keeps the memory budget."
+        sentence += f" {without} no plan keeps the memory budget."
     return sentence
+
+
+def _share_text(row: StageRow) -> str:
+    return "1 microbatch" if row.share == 1 else f"{row.share} microbatches"
+
+
+def _devices_text(row: StageRow) -> str:
+    return f"{len(row.devices)} {'device' if len(row.devices) == 1 else 'devices'} ({row.mesh})"
 
 
 def _percent(share: float) -> str:

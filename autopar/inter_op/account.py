@@ -15,13 +15,14 @@ from autopar.graph.ir import Operator
 from autopar.inter_op.assemble import Assembled
 from autopar.inter_op.looped import Looped
 from autopar.inter_op.placing import forward_operators
+from autopar.inter_op.shares import forward_of_share, loops_of_shares
 
 
 @dataclass(frozen=True)
 class PipelineAccount:
     """A pipeline with the price of every stage and one simulated step.
 
-    ``forward`` are, for each stage, the operators of one microbatch's forward pass between its cuts.
+    ``forward`` are, for each stage, the operators of one microbatch's forward pass between its cuts, of shares all.
     """
 
     whole: Assembled
@@ -37,6 +38,9 @@ def account_of(whole: Assembled, loop: Looped, cuts: Sequence[int], cluster: Clu
         stage_cost(lowering, fuse(lowering.graph), beside_others(cluster, lowering.stage.devices))
         for lowering in pipeline.stages
     )
-    operators = forward_operators(loop)
-    forward = tuple(operators[start:end] for start, end in pairwise((0, *cuts, len(operators))))
+    if loop.shares:
+        forward = tuple(forward_of_share(share) for share in loops_of_shares(loop))
+    else:
+        operators = forward_operators(loop)
+        forward = tuple(operators[start:end] for start, end in pairwise((0, *cuts, len(operators))))
     return PipelineAccount(whole, costs, simulate_pipeline(pipeline, costs, whole.transfers, cluster), forward)

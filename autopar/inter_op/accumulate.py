@@ -50,12 +50,16 @@ def accumulated(
 
     Its batch inputs have shape (N, B/N, …), all else is as in ``program``.
     """
-    count = examples.mesh.size
+    return traced_anew(program, Rewriting(examples, frozenset(batch), accumulator), batch)
+
+
+def traced_anew(program: TracedProgram, rewriting: Rewriting, batch: Sequence[int]) -> TracedProgram:
+    """The program as a rewriting runs it, with batch inputs (N, B/N, …)."""
     avals = list(program.in_avals)
     for position in batch:
-        avals[position] = folded(avals[position], count)
+        avals[position] = folded(avals[position], rewriting.count)
     shapes = [_compat.shape_of(aval) for aval in avals]
-    flat = inline(jax.make_jaxpr(Rewriting(examples, frozenset(batch), accumulator).step)(*shapes))
+    flat = inline(jax.make_jaxpr(rewriting.step)(*shapes))
     assert not _compat.consts_of(flat)  # constants of the first trace are inputs, and the rewriting makes none
     return replace(program, jaxpr=flat, in_avals=tuple(avals))
 
@@ -90,6 +94,11 @@ class Rewriting:
         self._batch = batch
         self._accumulator = accumulator
 
+    @property
+    def count(self) -> int:
+        """The number of microbatches."""
+        return self._examples.mesh.size
+
     def step(self, *arguments: Any) -> list[Any]:
         """The flat results of the step; batch arguments have shape (N, B/N, …)."""
         level = self._examples.level
@@ -98,12 +107,12 @@ class Rewriting:
         rows = {value: whole[value] for value in (graph.inputs[position] for position in self._batch)}
         whole.update({value: row.reshape(-1, *row.shape[2:]) for value, row in rows.items()})
         whole.update(zip(graph.constants, _compat.consts_of(graph.jaxpr), strict=True))
-        parts = _Parts(level, self._examples.before, self._accumulator)
+        parts = Parts(level, self._examples.before, self._accumulator)
         self.run_whole(parts.before, whole, parts.behind)
         whole.update({value: whole[known] for value in parts.same if (known := parts.behind(value)) in whole})
-        sums, stacked = self._loop(parts, whole, rows)
-        for value in parts.sums:
-            whole[value] = sums[value]
+        sums, stacked = self.run_microbatches(parts, whole, rows)
+        for value, added in parts.sums.items():
+            whole[value] = sums[added].astype(graph.values[value].dtype)
         for value in parts.stacked:
             whole[value] = unstacked(stacked[value], cut_dim(level.forms[value]) or 0)
         self.run_whole(parts.after, whole, parts.behind)
@@ -120,9 +129,15 @@ class Rewriting:
                 results = _compat.evaluate(operator.equation, operands)
             known.update(zip(operator.results, results, strict=True))
 
-    def _loop(self, parts: _Parts, whole: Mapping[int, Any], rows: Mapping[int, Any]) -> tuple[Any, Any]:
+    def run_microbatches(self, parts: Parts, whole: Mapping[int, Any], rows: Mapping[int, Any]) -> tuple[Any, Any]:
+        """The sums over all microbatches by what is added, and stacks of what is made for each; ``rows`` are (N, B/N, …)."""
+        return self.trips(parts, whole, rows, range(self.count))
+
+    def trips(
+        self, parts: Parts, whole: Mapping[int, Any], rows: Mapping[int, Any], numbers: range
+    ) -> tuple[dict[int, Any], dict[int, Any]]:
+        """The microbatches with these numbers, whose ``rows`` are given, one after the other: what they add up to, and stacks."""
         level = self._examples.level
-        values = level.graph.values
 
         def one(
             accumulators: dict[int, Any], given: tuple[Any, dict[int, Any]]
@@ -132,10 +147,15 @@ class Rewriting:
             added = {value: total + found[value].astype(total.dtype) for value, total in accumulators.items()}
             return added, {value: found[value] for value in parts.stacked}
 
-        start = {value: zeros_like(values[value], self._accumulator) for value in parts.sums.values()}
-        length = self._examples.mesh.size
-        sums, stacked = lax.scan(one, start, (jnp.arange(length, dtype=jnp.int32), dict(rows)))
-        return {value: sums[added].astype(values[value].dtype) for value, added in parts.sums.items()}, stacked
+        count = jnp.arange(len(numbers), dtype=jnp.int32)
+        given = count + numbers.start if numbers.start else count, dict(rows)
+        sums, stacked = lax.scan(one, self.nothing_yet(parts), given)
+        return sums, stacked
+
+    def nothing_yet(self, parts: Parts) -> dict[int, Any]:
+        """What the microbatches are added to, by the value that is added."""
+        values = self._examples.level.graph.values
+        return {value: zeros_like(values[value], self._accumulator) for value in parts.sums.values()}
 
     def pieces(
         self, one: Microbatch, operators: Sequence[Operator | tuple[int, int]], known: dict[int, Any]
@@ -282,7 +302,7 @@ class Rewriting:
         return run
 
 
-class _Parts:
+class Parts:
     """Which operators of the top level run before the loop, in it, and after it, and what passes between them."""
 
     def __init__(self, level: Level, early: frozenset[int], accumulator: AccumulatorDtype) -> None:

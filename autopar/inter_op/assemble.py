@@ -43,7 +43,7 @@ def assemble_plan(
 
     Raises :class:`~autopar.errors.PlanError` where the plan's cuts are none of this step, or its order cannot be carried out.
     """
-    count = len(forward_operators(loop))
+    count = len(forward_operators(loop)) if plan.cuts else 0
     if not all(0 < position < count for position in plan.cuts):
         raise PlanError(
             f"the plan cuts the forward pass before the operators {plan.cuts}, and it has {count}; plan again for this step"
@@ -61,8 +61,8 @@ def assemble_plan(
 
 def _order_of(plan: Plan) -> Order:
     if plan.schedule is Schedule.OWN:
-        return from_entries(plan.order, len(plan.stages), plan.num_microbatches)
-    return make_order(plan.schedule, len(plan.stages), plan.num_microbatches, plan.num_meshes)
+        return from_entries(plan.order, len(plan.stages), plan.trips)
+    return make_order(plan.schedule, len(plan.stages), plan.trips, plan.num_meshes)
 
 
 def layouts_of_leaves(stages: Sequence[StageLowering], step: Graph) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:

@@ -17,14 +17,15 @@ import jax
 from autopar import _compat
 from autopar.inter_op.looped import Looped
 from autopar.inter_op.placing import place
+from autopar.inter_op.shares import place_shares
 from autopar.inter_op.stage_body import Body, stage_bodies
 from autopar.inter_op.stage_update import Late, Updates, sources_of
 from autopar.schedule.stage_program import Crossing, Cut, End, Passing, StageProgram
 
 
 def cut(loop: Looped, state_pairs: Sequence[tuple[int, int]], cuts: Sequence[int]) -> Cut:
-    """Cut a step before the anchored forward operators with the numbers ``cuts`` (ascending)."""
-    placing = place(loop, cuts)
+    """Cut a step before the anchored forward operators with the numbers ``cuts`` (ascending), or into its shares."""
+    placing = place_shares(loop) if loop.shares else place(loop, cuts)
     bodies = stage_bodies(loop, placing)
     return _Assembly(loop, bodies, Updates(loop, bodies), dict(state_pairs)).make()
 

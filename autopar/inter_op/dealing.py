@@ -37,9 +37,9 @@ def schedule_of(plan: Plan, num_microbatches: int) -> Schedule | OrderFunction:
     """
     if plan.schedule is not Schedule.OWN:
         return plan.schedule
-    if num_microbatches == plan.num_microbatches:
+    if num_microbatches == plan.trips:
         return functools.partial(from_entries, plan.order)
-    order = from_entries(plan.order, len(plan.stages), plan.num_microbatches)
+    order = from_entries(plan.order, len(plan.stages), plan.trips)
     return functools.partial(forwards_first, order.homes)
 
 

@@ -35,6 +35,9 @@ class Looped:
     position: int
     batch: tuple[int, ...]
     """Input positions of batch leaves."""
+    shares: tuple[int, ...] = ()
+    """Where the loop is one trip that holds a loop over microbatches for each of several meshes: their numbers of microbatches
+    (:mod:`autopar.inter_op.shares`)."""
 
     @property
     def loop(self) -> Operator:

@@ -7,8 +7,10 @@ moment, say, belongs where the gradient that is added to it lies, and a leaf of 
     stage(o) = stage of the largest held operand of operator o; the others are sent there
 
 Sums over values of several stages (the squares behind a global norm, the gradient of a tied embedding) are kept as summands,
-x = x⁽ʳ⁾ + x⁽ˢ⁾, through operators that are linear in them, and brought together once, where they are needed whole; so are
-chains of ``and``, ``or``, ``max``, ``min`` and ``mul`` of small values.
+x = x⁽ʳ⁾ + x⁽ˢ⁾, through operators that are linear in them and make them smaller, and brought together once, where they are
+needed whole; so are chains of ``and``, ``or``, ``max``, ``min`` and ``mul`` of small values.  Summands of the first stage and of
+others come together on the first; where every stage has some of every sum (:mod:`autopar.inter_op.shares`), where the fewest
+bytes have so far.
 """
 
 from __future__ import annotations
@@ -74,16 +76,21 @@ class Updates:
         """The loop's results lie on the stages that make them; several stages may hold summands of one."""
         loop = self._loop.loop
         body = self._loop.body
+        dealt_bytes = [0] * len(bodies)
         for number, result in enumerate(loop.results):
             variable = loop.equation.outvars[number]
             makers = [s for s, one in enumerate(bodies) if number in one.sums or number in one.stacked]
+            made = makers[0]
+            if self._loop.shares and len(makers) > 1:
+                made = min(makers, key=dealt_bytes.__getitem__)
+                dealt_bytes[made] += self._graph.values[result].size_bytes
             own = {s: variable if len(makers) == 1 else _compat.Var(variable.aval) for s in makers}
             add = None
             if len(makers) > 1:
                 add = next(o for o in body.operators if body.outputs[number] in o.results)
             for stage, one in own.items():
                 self.stages[stage].results[number] = one
-            self._held[result] = _Held(own, makers[0], add)
+            self._held[result] = _Held(own, made, add)
 
     def _place(self, number: int, operator: Operator) -> None:
         held = [v for v in operator.operands if v is not None and v in self._held]
@@ -126,15 +133,22 @@ class Updates:
         return (
             len(stages) > 1
             and all(_kind(one) == _kind(operator) for one in pieces)
-            and (result.size_bytes <= SMALL_BYTES or bool(pieces))
+            and (result.size_bytes <= SMALL_BYTES or len(pieces) == len(operator.operands))
             and all(self._graph.values[v].shape == result.shape for v in operator.operands if v is not None)
         )
 
     def _passes(self, operator: Operator, held: Sequence[int]) -> bool:
-        """Whether an operator may be applied to each summand of its operand."""
+        """Whether an operator may be applied to each summand of its operand, of a large one if fewer bytes then cross.
+
+        Otherwise the operand is brought together once, for all who read it.
+        """
         pieces = self._pieces_among(held)
         read = [v for v in operator.operands if v is not None]
-        return bool(pieces) and operator.linear and len(read) == 1 and all(_kind(one) == "add" for one in pieces)
+        is_linear = operator.linear and len(read) == 1 and all(_kind(one) == "add" for one in pieces)
+        if not pieces or not is_linear:
+            return False
+        before, after = (self._graph.values[v].size_bytes for v in (read[0], operator.results[0]))
+        return after <= SMALL_BYTES or after < before
 
     def _pieces_among(self, held: Sequence[int]) -> list[Operator]:
         return [one for v in held if (one := self._held[v].combine) is not None]
@@ -147,6 +161,7 @@ class Updates:
     def _in_pieces(self, number: int, operator: Operator, held: Sequence[int]) -> None:
         """Run an operator on the pieces of each stage; what no stage holds counts on one of them."""
         at: dict[int, Any] = {}
+        made = next((self._held[v].made for v in held if self._held[v].combine is not None), 0)
         if self._combines(operator, held):
             combine = operator
             first = min(self._held[v].made for v in held)
@@ -157,7 +172,7 @@ class Updates:
         else:
             (combine,) = self._pieces_among(held)
             at = {s: self._applied(number, operator, s, variable) for s, variable in self._own(held[0]).items()}
-        self._held[operator.results[0]] = _Held(at, min(at), combine)
+        self._held[operator.results[0]] = _Held(at, made if self._loop.shares and made in at else min(at), combine)
 
     def _combined(self, number: int, operator: Operator, stage: int, first: Any, second: Any) -> Any:
         if first is None:

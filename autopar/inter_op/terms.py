@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -40,11 +40,13 @@ class Terms:
     coupling: BatchCoupling = BatchCoupling.REFUSE
     rng: MicrobatchRng = MicrobatchRng.EXACT
     accumulator: AccumulatorDtype = AccumulatorDtype.FLOAT32
+    shares: tuple[int, ...] = ()
+    """How many of them each of several meshes works off that hold the whole model; none: there are no such meshes."""
 
     @property
     def text(self) -> str:
         """What counts for the identity of a program that is cut so; nothing where its numbers stay those of the whole."""
-        if self.count == 1 or self == Terms(self.count):
+        if self.count == 1 or replace(self, shares=()) == Terms(self.count):
             return ""
         sums = "" if self.accumulator is AccumulatorDtype.FLOAT32 else f", sums {self.accumulator.value}"
         return f"coupling {self.coupling.value}, rng {self.rng.value}{sums}"

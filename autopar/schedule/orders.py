@@ -12,6 +12,7 @@ on stage s from F(s, m) to B(s, m): that long its residuals are in memory.
     interleaved_1f1b  min(Nv, 2(P-r-1) + (v-1)P) forwards   F, B in turn      min(Nv, that and one)     Narayanan et al., 2021
     zb_h1             min(N, P-r-1) forwards                F, B, W in turn   min(N, P)                 Qi et al., 2023
     zb_h2             min(N, 2(P-r-1)) forwards             F, B, W in turn   min(N, 2P-1)              Qi et al., 2023
+    shares            one forward (N = 1)                   one backward      1
 
 (1F1B is PipeDream-flush; of each the last backwards follow when no forward is left.)  Eager 1F1B holds up to twice the
 residuals, and each message between neighbours may take as long as a task before it delays anything.
@@ -30,6 +31,8 @@ mesh r the W of a microbatch follows the B of the r-th after it, so that every m
 1F1B, and what is left of W fills the waiting at the end: of the bubble of (P-1)(f+b+w) seconds (P-1)·max(f, f+b-w) are left, if
 N ≥ P.  ZB-H2 begins as eager 1F1B does, and puts W off twice as far: (P-1)·max(f, f+b-2w) are left if N ≥ 2P-1, for nearly twice
 the residuals.  (Its bubble is zero only where a mesh begins its next step before others have ended theirs.)
+
+Shares are the order of stages that need nothing of each other in F: each is the whole model (:mod:`autopar.inter_op.shares`).
 
 Microbatches go backward through a stage in the order 0, 1, …, so gradients are added in the order of the step that was not
 cut.  An order made by anybody else is as good if :func:`check_order` lets it pass.
@@ -376,6 +379,7 @@ RULES: Mapping[Schedule, Callable[[int, int, int], Order]] = MappingProxyType(
         Schedule.INTERLEAVED_ONE_F_ONE_B: _interleaved,
         Schedule.ZERO_BUBBLE_H1: _zero_bubble_h1,
         Schedule.ZERO_BUBBLE_H2: _zero_bubble_h2,
+        Schedule.SHARES: _gpipe,
     }
 )
 """The orders of the known schedules, for (stages, microbatches, meshes)."""
