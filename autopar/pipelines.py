@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 
@@ -94,7 +94,7 @@ def plan_pipeline(
     if leaves_layouts_open(subject, demands) and isinstance(demands.stages, int) and not has_layers:
         wanted = Wanted(demands.stages, demands.schedule, stages_per_mesh=demands.stages_per_mesh)
         forms = Rewritings(subject, cluster.device.platform.value)
-        if (chosen := _searched(forms, cluster, demands, wanted, report_progress)) is not None:
+        if (chosen := _searched(forms, cluster, demands, wanted, report_progress).planned) is not None:
             return chosen
     refusal: PlanError | None = None  # what now follows finds finer cuts, or says why there are none
     for num_stages in _stages_demanded(demands, cluster):
@@ -241,10 +241,18 @@ def leaves_layouts_open(subject: Subjected, demands: Demands) -> bool:
     )
 
 
+@dataclass(frozen=True)
+class BestPipeline:
+    """The fastest pipeline, if there is any, and whether others that might be faster were left for want of memory."""
+
+    planned: tuple[Subjected, Plan, None] | None
+    lacks_memory: bool
+
+
 def best_pipeline(
     forms: Rewritings, cluster: Cluster, demands: Demands, to_beat_seconds: float, report: Callable[[str], None]
-) -> tuple[Subjected, Plan, None] | None:
-    """The fastest pipeline of two stages or more, if it is faster than ``to_beat_seconds``.
+) -> BestPipeline:
+    """The fastest pipeline of two stages or more, if one is faster than ``to_beat_seconds``.
 
     Loops over layers are whole in the search: priced as one program, their pieces are too much for it.  One pipeline with
     them cut is planned beside it, a stage on each host.
@@ -252,13 +260,15 @@ def best_pipeline(
     found = _searched(forms, cluster, demands, Wanted(schedule=demands.schedule), report, to_beat_seconds)
     if cluster.hosts == 1 or not layer_loops_of(forms.subject):
         return found
-    best_seconds = to_beat_seconds if found is None else found[1].step_seconds
+    best_seconds = to_beat_seconds if found.planned is None else found.planned[1].step_seconds
     demands = replace(demands, stages=cluster.hosts)
     try:
         cut = _in_even_stages(forms.subject, cluster.hosts, cluster, demands, report, best_seconds)
+    except BudgetError:
+        return replace(found, lacks_memory=True)
     except PlanError:
         return found
-    return cut if cut[1].step_seconds < best_seconds else found
+    return replace(found, planned=cut) if cut[1].step_seconds < best_seconds else found
 
 
 def _searched(
@@ -268,8 +278,8 @@ def _searched(
     wanted: Wanted,
     report: Callable[[str], None],
     to_beat_seconds: float = math.inf,
-) -> tuple[Subjected, Plan, None] | None:
-    """The fastest pipeline that is as wanted; None if none is found, or none as fast."""
+) -> BestPipeline:
+    """The fastest pipeline that is as wanted, if one is found, and as fast."""
     subject, coupling = forms.subject, ""
     known: dict[int, tuple[Subjected, PipelineTask]] = {}
 
@@ -294,15 +304,15 @@ def _searched(
             )
         except CoupledBatchError as error:
             if asked is not None:
-                return None
+                return BestPipeline(None, lacks_memory=False)
             coupling = str(error)
             found = search_pipelines(task, [1], wanted, to_beat_seconds=to_beat_seconds)
-    except BudgetError:
-        return None  # the refusal of the plan on one mesh, or of one grouping, says more
-    if found is None:
-        return None
-    one = replace(known[found.count][0], coupling=coupling)
-    return one, plan_of_pipeline(one, cluster, demands, found), None
+    except BudgetError:  # the refusal of the plan on one mesh, or of one grouping, says more
+        return BestPipeline(None, lacks_memory=True)
+    if (best := found.found) is None:
+        return BestPipeline(None, found.lacks_memory)
+    one = replace(known[best.count][0], coupling=coupling)
+    return BestPipeline((one, plan_of_pipeline(one, cluster, demands, best), None), found.lacks_memory)
 
 
 def counts_of(batch_size: int | None, most: int = MOST_MICROBATCHES) -> list[int]:
