@@ -37,7 +37,14 @@ from autopar.inter_op.examples import CoupledBatchError
 from autopar.inter_op.hosting import Hosting
 from autopar.inter_op.layers import layers
 from autopar.inter_op.looped import Looped, looped
-from autopar.inter_op.pipeline_search import ESTIMATED_COUNT, SCHEDULES, Wanted, estimated_examples, search_pipelines
+from autopar.inter_op.pipeline_search import (
+    ESTIMATED_COUNT,
+    SCHEDULES,
+    SPLIT_SCHEDULES,
+    Wanted,
+    estimated_examples,
+    search_pipelines,
+)
 from autopar.inter_op.sites import split_evenly
 from autopar.inter_op.stages import (
     Arrangement,
@@ -182,8 +189,9 @@ def pipeline_alike(
     cuts: tuple[int, ...],
     report_progress: Callable[[str], None],
 ) -> Alike:
-    """A pipeline of the same stages, devices, schedule and microbatches as another one, with stages cut before other operators.
+    """A pipeline of the same stages, devices and microbatches as another one, with stages cut before other operators.
 
+    It is laid out for the schedule of the other, and runs under whichever is the fastest then, unless one is demanded.
     There is none if the fastest plans of its stages, regardless of memory, do not keep the budget on every mesh, nor with
     residuals in the memory of the hosts, where they may lie there.
     """
@@ -198,7 +206,22 @@ def pipeline_alike(
     arrangement = Arrangement(cuts, tuple(stage.devices for stage in plan.stages), schedule)
     squeezed = planner.squeezed(arrangement)
     found = planner.with_hosts(arrangement) if any(squeezed) else planner.plan(arrangement)
+    if found is not None and demands.schedule is None and found.is_alone and not planner.is_large:
+        found = _under_the_fastest(planner, found)
     return Alike(None if found is None else (one, plan_of_pipeline(one, cluster, demands, found), None), squeezed)
+
+
+def _under_the_fastest(planner: StagePlanner, found: PipelineFound) -> PipelineFound:
+    """The same stages, each on a mesh of its own, under the schedule that is the fastest of those that keep the budget."""
+    best = found
+    for schedule in (*SCHEDULES, *SPLIT_SCHEDULES):
+        is_hopeless = schedule in SPLIT_SCHEDULES and found.least_seconds >= best.step_seconds
+        if schedule is found.arrangement.schedule or is_hopeless:
+            continue
+        other = planner.under(found, schedule)
+        if other is not None and other.step_seconds < best.step_seconds:
+            best = other
+    return best
 
 
 def come_first(subject: Subjected, cluster: Cluster) -> bool:
