@@ -204,9 +204,13 @@ def pipeline_alike(
     planner = StagePlanner(pipeline_task(one, loop_of(one), cluster, demands, report_progress))
     schedule = schedule_of(plan, plan.num_microbatches) if demands.schedule is None else demands.schedule
     arrangement = Arrangement(cuts, tuple(stage.devices for stage in plan.stages), schedule)
+    is_free = demands.schedule is None and plan.num_meshes == len(plan.stages) and not planner.is_large
     squeezed = planner.squeezed(arrangement)
     found = planner.with_hosts(arrangement) if any(squeezed) else planner.plan(arrangement)
-    if found is not None and demands.schedule is None and found.is_alone and not planner.is_large:
+    if found is None and is_free:  # under 1F1B fewer microbatches are in flight
+        lean = replace(arrangement, schedule=Schedule.ONE_F_ONE_B)
+        found = planner.with_hosts(lean) if any(planner.squeezed(lean)) else planner.plan(lean)
+    if found is not None and is_free:
         found = _under_the_fastest(planner, found)
     return Alike(None if found is None else (one, plan_of_pipeline(one, cluster, demands, found), None), squeezed)
 
@@ -277,21 +281,32 @@ def best_pipeline(
 ) -> BestPipeline:
     """The fastest pipeline of two stages or more, if one is faster than ``to_beat_seconds``.
 
-    Loops over layers are whole in the search: priced as one program, their pieces are too much for it.  One pipeline with
-    them cut is planned beside it, a stage on each host.
+    Loops over layers are whole in the search: priced as one program, their pieces are too much for it.  Pipelines with them cut
+    are planned beside it, a stage on each host, and two on each, dealt round.
     """
     found = _searched(forms, cluster, demands, Wanted(schedule=demands.schedule), report, to_beat_seconds)
     if cluster.hosts == 1 or not layer_loops_of(forms.subject):
         return found
-    best_seconds = to_beat_seconds if found.planned is None else found.planned[1].step_seconds
-    demands = replace(demands, stages=cluster.hosts)
-    try:
-        cut = _in_even_stages(forms.subject, cluster.hosts, cluster, demands, report, best_seconds)
-    except BudgetError:
-        return replace(found, lacks_memory=True)
-    except PlanError:
-        return found
-    return replace(found, planned=cut) if cut[1].step_seconds < best_seconds else found
+    for asked in _with_loops_cut(cluster, demands):
+        best_seconds = to_beat_seconds if found.planned is None else found.planned[1].step_seconds
+        assert isinstance(asked.stages, int)
+        try:
+            cut = _in_even_stages(forms.subject, asked.stages, cluster, asked, report, best_seconds)
+        except BudgetError:
+            found = replace(found, lacks_memory=True)
+            continue
+        except PlanError:
+            break
+        if cut[1].step_seconds < best_seconds:
+            found = replace(found, planned=cut)
+    return found
+
+
+def _with_loops_cut(cluster: Cluster, demands: Demands) -> Iterator[Demands]:
+    """Demands of the pipelines in which loops over layers are cut: a stage on each host, then two that are dealt round."""
+    yield replace(demands, stages=cluster.hosts)
+    if demands.schedule is None:
+        yield replace(demands, stages=2 * cluster.hosts, stages_per_mesh=2)
 
 
 def _searched(

@@ -54,7 +54,9 @@ KNAPSACK_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Alike:
-    """A plan made like another one, if the fastest one fits; for each of its meshes whether that exceeds the budget there."""
+    """A plan made like another one, if one fits; for each of its meshes whether the fastest, with nothing on the hosts and under
+    the same schedule, exceeds the budget there.
+    """
 
     planned: Planned | None
     is_squeezed: tuple[bool, ...]
@@ -188,7 +190,7 @@ class _Relief:
     def better_ones(self, report: Callable[[str], None]) -> list[Planned]:
         """Plans like the lean one with fewer layers computed again."""
         fitting = [self._bisect(last_is_free, report) for last_is_free in (False, True)]
-        if self._hosts_pay():
+        if self._is_best_squeezed():
             for shares, last_is_free in zip(fitting, (False, True), strict=True):
                 self._raise_shares(shares, last_is_free, report)
         return [answer.planned for answer in self._answers.values() if answer.planned is not None]
@@ -209,13 +211,13 @@ class _Relief:
             at = [one if one == top else (one + top) / 2 for one, top in zip(low, high, strict=True)]
         return low
 
-    def _hosts_pay(self) -> bool:
-        """Whether the fastest plan keeps the budget with residuals on the hosts."""
+    def _is_best_squeezed(self) -> bool:
+        """Whether the fastest plan keeps the budget by other means as well: residuals on the hosts, another schedule."""
         known = [(one.planned[1].step_seconds, any(one.is_squeezed)) for one in self._answers.values() if one.planned]
         return bool(known) and min(known)[1]
 
     def _raise_shares(self, shares: list[float], last_is_free: bool, report: Callable[[str], None]) -> None:
-        """Let single meshes keep all, or more by half, as long as that fits with residuals on the hosts."""
+        """Let single meshes keep all, or more by half, as long as that fits by those means."""
         meshes = self._layers_of_meshes()
         for mesh, share in enumerate(shares):
             for more in (1.0, (1.0 + share) / 2):

@@ -26,7 +26,7 @@ import numpy as np
 
 from autopar.cluster import Cluster, DeviceKind, Link, Mesh, Platform
 from autopar.cost_model.pipeline import StageCost, simulate_pipeline, stage_cost, transfers_of
-from autopar.graph.build import build_graph
+from autopar.graph.build import LoopKind, build_graph
 from autopar.graph.ir import Graph
 from autopar.inter_op.cut import cut
 from autopar.inter_op.looped import Looped
@@ -61,6 +61,8 @@ class Case:
     cluster: Cluster
     microbatches: tuple[int, ...]
     budget_bytes: float = float("inf")
+    is_scanned: bool = False
+    """Whether the layers are one loop, which is cut between trips; ``layers`` count its pieces."""
 
     def step(self, count: int) -> Step:
         """The step as a loop over so many microbatches."""
@@ -69,6 +71,8 @@ class Case:
     def boundaries(self, loop: Looped) -> tuple[int, ...]:
         """Numbers of the forward operators of a step at which layers begin, but the first."""
         forward = forward_operators(loop)
+        if self.is_scanned:
+            return tuple(number for number, one in enumerate(forward) if one.primitive == LoopKind.SCAN)[1:]
         products = [number for number, one in enumerate(forward) if one.primitive == "dot_general"]
         return tuple(products[layer] for layer in self.layers[1:])
 
@@ -311,6 +315,28 @@ def blocks(inner: tuple[int, ...], width: int, rows: int, sequence: int) -> Mode
         return {"x": x[0], "y": x[1]}
 
     return _model(f"blocks-{inner}-{width}-{rows}", weights, loss, make_batch, rows)
+
+
+def scanned_blocks(count: int, inner: int, width: int, rows: int, sequence: int) -> Model:
+    """So many like :func:`blocks` in one loop."""
+
+    def weights() -> dict[str, np.ndarray]:
+        random = np.random.default_rng(0)
+        wide, narrow = (_weights(random, *shape) for shape in ((count, width, inner), (count, inner, width)))
+        return {"wide": wide, "narrow": narrow}
+
+    def loss(weights: dict[str, jax.Array], batch: Batch) -> jax.Array:
+        def layer(x: jax.Array, own: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+            return x + jnp.tanh(x @ own["wide"]) @ own["narrow"], None
+
+        return jnp.mean((jax.lax.scan(layer, batch["x"], weights)[0] - batch["y"]) ** 2)
+
+    def make_batch(number: int) -> Batch:
+        random = np.random.default_rng(1)
+        x = random.standard_normal((2, number, sequence, width)).astype(np.float32)
+        return {"x": x[0], "y": x[1]}
+
+    return _model(f"scanned-{count}x{inner}-{width}-{rows}", weights, loss, make_batch, rows)
 
 
 PRODUCTS_OF_A_BLOCK = 6
