@@ -1,9 +1,10 @@
 """Should layers compute again what their backward passes read, and which of them?
 
-Where memory does not limit the plan, nothing is computed again.  Where nothing fits, or a pipeline nearly fills the memory, the
-step is also planned with every layer computed again (``full``), which needs the least memory.  Then that plan is kept (its mesh,
-or its stages, devices, schedule and microbatches), and layers are relieved of work as far as the memory allows: let layer ℓ keep
-b(ℓ, k) bytes and repeat s(ℓ, k) seconds of work under choice k (:class:`~autopar.inter_op.remat.RematCost`), and
+Where memory does not limit the plan, nothing is computed again.  Where nothing fits, or a pipeline nearly fills the memory, or
+pipelines that might be faster than the plan on one mesh do not fit, the step is also planned with every layer computed again
+(``full``), which needs the least memory.  Then that plan is kept (its mesh, or its stages, devices and microbatches), and layers
+are relieved of work as far as the memory allows: let layer ℓ keep b(ℓ, k) bytes and repeat s(ℓ, k) seconds of work under choice k
+(:class:`~autopar.inter_op.remat.RematCost`), and
 
     minimise    Σ s(ℓ, k(ℓ))          over the layers of a mesh
     subject to  Σ b(ℓ, k(ℓ)) ≤ B
