@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 
@@ -37,7 +37,14 @@ from autopar.inter_op.examples import CoupledBatchError
 from autopar.inter_op.hosting import Hosting
 from autopar.inter_op.layers import layers
 from autopar.inter_op.looped import Looped, looped
-from autopar.inter_op.pipeline_search import ESTIMATED_COUNT, SCHEDULES, Wanted, estimated_examples, search_pipelines
+from autopar.inter_op.pipeline_search import (
+    ESTIMATED_COUNT,
+    SCHEDULES,
+    SPLIT_SCHEDULES,
+    Wanted,
+    estimated_examples,
+    search_pipelines,
+)
 from autopar.inter_op.shares import looped_in_shares
 from autopar.inter_op.sites import split_evenly
 from autopar.inter_op.stages import (
@@ -95,7 +102,7 @@ def plan_pipeline(
     if leaves_layouts_open(subject, demands) and isinstance(demands.stages, int) and not has_layers:
         wanted = Wanted(demands.stages, demands.schedule, stages_per_mesh=demands.stages_per_mesh)
         forms = Rewritings(subject, cluster.device.platform.value)
-        if (chosen := _searched(forms, cluster, demands, wanted, report_progress)) is not None:
+        if (chosen := _searched(forms, cluster, demands, wanted, report_progress).planned) is not None:
             return chosen
     refusal: PlanError | None = None  # what now follows finds finer cuts, or says why there are none
     for num_stages in _stages_demanded(demands, cluster):
@@ -188,8 +195,9 @@ def pipeline_alike(
     cuts: tuple[int, ...],
     report_progress: Callable[[str], None],
 ) -> Alike:
-    """A pipeline of the same stages, devices, schedule and microbatches as another one, with stages cut before other operators.
+    """A pipeline of the same stages, devices and microbatches as another one, with stages cut before other operators.
 
+    It is laid out for the schedule of the other, and runs under whichever is the fastest then, unless one is demanded.
     There is none if the fastest plans of its stages, regardless of memory, do not keep the budget on every mesh, nor with
     residuals in the memory of the hosts, where they may lie there.
     """
@@ -198,11 +206,30 @@ def pipeline_alike(
     planner = StagePlanner(pipeline_task(one, loop_of(one), cluster, demands, report_progress))
     schedule = schedule_of(plan, plan.trips) if demands.schedule is None else demands.schedule
     arrangement = Arrangement(cuts, tuple(stage.devices for stage in plan.stages), schedule)
+    is_free = demands.schedule is None and not (plan.shares or plan.num_meshes < len(plan.stages) or planner.is_large)
     squeezed = planner.squeezed(arrangement)
     if plan.shares:  # a layer is on all meshes, and counts as on the first
         squeezed = any(squeezed), *(False for _ in squeezed[1:])
     found = planner.with_hosts(arrangement) if any(squeezed) else planner.plan(arrangement)
+    if found is None and is_free:  # under 1F1B fewer microbatches are in flight
+        lean = replace(arrangement, schedule=Schedule.ONE_F_ONE_B)
+        found = planner.with_hosts(lean) if any(planner.squeezed(lean)) else planner.plan(lean)
+    if found is not None and is_free:
+        found = _under_the_fastest(planner, found)
     return Alike(None if found is None else (one, plan_of_pipeline(one, cluster, demands, found), None), squeezed)
+
+
+def _under_the_fastest(planner: StagePlanner, found: PipelineFound) -> PipelineFound:
+    """The same stages, each on a mesh of its own, under the schedule that is the fastest of those that keep the budget."""
+    best = found
+    for schedule in (*SCHEDULES, *SPLIT_SCHEDULES):
+        is_hopeless = schedule in SPLIT_SCHEDULES and found.least_seconds >= best.step_seconds
+        if schedule is found.arrangement.schedule or is_hopeless:
+            continue
+        other = planner.under(found, schedule)
+        if other is not None and other.step_seconds < best.step_seconds:
+            best = other
+    return best
 
 
 def come_first(subject: Subjected, cluster: Cluster) -> bool:
@@ -245,24 +272,45 @@ def leaves_layouts_open(subject: Subjected, demands: Demands) -> bool:
     )
 
 
+@dataclass(frozen=True)
+class BestPipeline:
+    """The fastest pipeline, if there is any, and whether others that might be faster were left for want of memory."""
+
+    planned: tuple[Subjected, Plan, None] | None
+    lacks_memory: bool
+
+
 def best_pipeline(
     forms: Rewritings, cluster: Cluster, demands: Demands, to_beat_seconds: float, report: Callable[[str], None]
-) -> tuple[Subjected, Plan, None] | None:
-    """The fastest pipeline of two stages or more, if it is faster than ``to_beat_seconds``.
+) -> BestPipeline:
+    """The fastest pipeline of two stages or more, if one is faster than ``to_beat_seconds``.
 
-    Loops over layers are whole in the search: priced as one program, their pieces are too much for it.  One pipeline with
-    them cut is planned beside it, a stage on each host.
+    Loops over layers are whole in the search: priced as one program, their pieces are too much for it.  Pipelines with them cut
+    are planned beside it, a stage on each host, and two on each, dealt round.
     """
     found = _searched(forms, cluster, demands, Wanted(schedule=demands.schedule), report, to_beat_seconds)
     if cluster.hosts == 1 or not layer_loops_of(forms.subject):
         return found
-    best_seconds = to_beat_seconds if found is None else found[1].step_seconds
-    demands = replace(demands, stages=cluster.hosts)
-    try:
-        cut = _in_even_stages(forms.subject, cluster.hosts, cluster, demands, report, best_seconds)
-    except PlanError:
-        return found
-    return cut if cut[1].step_seconds < best_seconds else found
+    for asked in _with_loops_cut(cluster, demands):
+        best_seconds = to_beat_seconds if found.planned is None else found.planned[1].step_seconds
+        assert isinstance(asked.stages, int)
+        try:
+            cut = _in_even_stages(forms.subject, asked.stages, cluster, asked, report, best_seconds)
+        except BudgetError:
+            found = replace(found, lacks_memory=True)
+            continue
+        except PlanError:
+            break
+        if cut[1].step_seconds < best_seconds:
+            found = replace(found, planned=cut)
+    return found
+
+
+def _with_loops_cut(cluster: Cluster, demands: Demands) -> Iterator[Demands]:
+    """Demands of the pipelines in which loops over layers are cut: a stage on each host, then two that are dealt round."""
+    yield replace(demands, stages=cluster.hosts)
+    if demands.schedule is None:
+        yield replace(demands, stages=2 * cluster.hosts, stages_per_mesh=2)
 
 
 def _searched(
@@ -272,8 +320,8 @@ def _searched(
     wanted: Wanted,
     report: Callable[[str], None],
     to_beat_seconds: float = math.inf,
-) -> tuple[Subjected, Plan, None] | None:
-    """The fastest pipeline that is as wanted; None if none is found, or none as fast."""
+) -> BestPipeline:
+    """The fastest pipeline that is as wanted, if one is found, and as fast."""
     subject, coupling = forms.subject, ""
     known: dict[int, tuple[Subjected, PipelineTask]] = {}
 
@@ -298,15 +346,15 @@ def _searched(
             )
         except CoupledBatchError as error:
             if asked is not None:
-                return None
+                return BestPipeline(None, lacks_memory=False)
             coupling = str(error)
             found = search_pipelines(task, [1], wanted, to_beat_seconds=to_beat_seconds)
-    except BudgetError:
-        return None  # the refusal of the plan on one mesh, or of one grouping, says more
-    if found is None:
-        return None
-    one = replace(known[found.count][0], coupling=coupling)
-    return one, plan_of_pipeline(one, cluster, demands, found), None
+    except BudgetError:  # the refusal of the plan on one mesh, or of one grouping, says more
+        return BestPipeline(None, lacks_memory=True)
+    if (best := found.found) is None:
+        return BestPipeline(None, found.lacks_memory)
+    one = replace(known[best.count][0], coupling=coupling)
+    return BestPipeline((one, plan_of_pipeline(one, cluster, demands, best), None), found.lacks_memory)
 
 
 def counts_of(batch_size: int | None, most: int = MOST_MICROBATCHES) -> list[int]:

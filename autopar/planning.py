@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import jax
@@ -121,7 +121,7 @@ def make_plan(
 
     Raises :class:`~autopar.errors.PlanError` when a demand cannot be met.
     """
-    subject = replace(subject.as_written, hosted=(), hosting="")
+    subject = replace(subject.as_written, hosted=(), hosting="", lacks_memory=False)
     if demands.like is not None:
         if demands.like.plan.is_pipeline:
             return plan_pipeline_like(demands.like, subject, cluster, demands, report_progress)
@@ -134,6 +134,7 @@ def make_plan(
     planners = Planners(
         lambda one: _best_plan(one, cluster, demands, report_progress),
         lambda one, plan, cuts: _plan_alike(one, cluster, demands, plan, cuts, report_progress),
+        lambda one, seconds: _Planner(one, cluster, demands, report_progress).pipeline_below(seconds),
     )
 
     def best(one: Subjected) -> Planned:
@@ -143,12 +144,14 @@ def make_plan(
 
     def faster(one: Subjected, seconds: float) -> Planned | None:
         asked = as_demanded(one, demands, platform)
-        return _Planner(asked, cluster, demands, report_progress).on_one_mesh_below(seconds)
+        return _Planner(asked, cluster, demands, report_progress).on_any_mesh_below(seconds)
 
     def regardless() -> float:
         asked = as_demanded(subject, demands, platform)
         free = _Planner(asked, cluster, replace(demands, memory_per_device=math.inf), report_progress)
-        return free.plan_in(demands.num_microbatches or 1)[1].step_seconds
+        whole = free.or_on_fewer(free.plan_in(demands.num_microbatches or 1))
+        assert whole is not None
+        return whole[1].step_seconds
 
     if demands.like is not None:
         return best(subject)
@@ -188,11 +191,9 @@ def _best_plan(
     if wants_pipeline(demands):
         return plan_pipeline(subject, cluster, demands, report_progress)
     planner = _Planner(subject, cluster, demands, report_progress)
-    asked = demands.num_microbatches
-    if asked is not None or not isinstance(method_of(demands.method), IntraOp):
-        alone = planner.plan_in(asked or 1)
-        return planner.or_pipeline(alone) or alone
-    pipelines_first = come_first(subject, cluster)
+    if not isinstance(method_of(demands.method), IntraOp):
+        return planner.plan_in(demands.num_microbatches or 1)
+    pipelines_first = demands.num_microbatches is None and come_first(subject, cluster)
     if pipelines_first and (pipeline := planner.or_pipeline(None)) is not None:
         # All plans on one mesh take long, and over several hosts hardly any is faster.
         if planner.one_mesh_may_beat(pipeline[1].step_seconds):
@@ -201,7 +202,7 @@ def _best_plan(
         return pipeline
     refusal: BudgetError | None = None
     try:
-        whole: tuple[Subjected, Plan, Found] | None = planner.on_one_mesh()
+        whole: tuple[Subjected, Plan, Found] | None = planner.as_asked()
     except BudgetError as error:
         whole, refusal = None, error
     whole = planner.or_on_fewer(whole)
@@ -230,15 +231,31 @@ class _Planner:
     def or_pipeline(self, whole: tuple[Subjected, Plan, Found] | None) -> tuple[Subjected, Plan, Found | None] | None:
         """The plan on one mesh, or a pipeline if that is free to choose and faster."""
         known = None if whole is None else whole[1]
-        pipeline = None
-        if not self.subject.hosted and may_be_pipeline(self.subject, self.cluster, self.demands, known):
-            seconds = float("inf") if known is None else known.step_seconds
-            pipeline = best_pipeline(self._forms, self.cluster, self.demands, seconds, self._report_progress)
-            if self.cluster.host_devices:
-                seconds = seconds if pipeline is None else pipeline[1].step_seconds
-                dealt = shares_below(self.subject, self.cluster, self.demands, seconds, self._report_progress)
-                pipeline = pipeline if dealt is None else dealt
-        return whole if pipeline is None else pipeline
+        if self.subject.hosted or not may_be_pipeline(self.subject, self.cluster, self.demands, known):
+            return whole
+        seconds = float("inf") if known is None else known.step_seconds
+        best = best_pipeline(self._forms, self.cluster, self.demands, seconds, self._report_progress)
+        planned = self._or_in_shares(best.planned, seconds)
+        if planned is not None or whole is None:
+            return planned
+        return replace(whole[0], lacks_memory=best.lacks_memory), *whole[1:]
+
+    def _or_in_shares(
+        self, pipeline: tuple[Subjected, Plan, None] | None, seconds: float
+    ) -> tuple[Subjected, Plan, None] | None:
+        """The pipeline, or the microbatches dealt to the kinds of devices, if there are several and that is faster."""
+        if not self.cluster.host_devices:
+            return pipeline
+        seconds = seconds if pipeline is None else pipeline[1].step_seconds
+        dealt = shares_below(self.subject, self.cluster, self.demands, seconds, self._report_progress)
+        return pipeline if dealt is None else dealt
+
+    def pipeline_below(self, seconds: float) -> tuple[Subjected, Plan, None] | None:
+        """The fastest pipeline where one may be chosen; None if it takes longer."""
+        if self.subject.hosted or not may_be_pipeline(self.subject, self.cluster, self.demands, None):
+            return None
+        found = best_pipeline(self._forms, self.cluster, self.demands, seconds, self._report_progress).planned
+        return self._or_in_shares(found, seconds)
 
     @property
     def is_large(self) -> bool:
@@ -265,6 +282,11 @@ class _Planner:
             if not may_cost_less(task, seconds, self._forms.ground(one, task.separate)):
                 return False
         return True
+
+    def as_asked(self) -> tuple[Subjected, Plan, Found]:
+        """The fastest plan without stages, in as many microbatches as are asked for or in any."""
+        asked = self.demands.num_microbatches
+        return self.on_one_mesh() if asked is None else self.plan_in(asked)
 
     def on_one_mesh(self) -> tuple[Subjected, Plan, Found]:
         """The fastest plan without stages, in as few microbatches as the memory allows and as is fastest."""
@@ -293,21 +315,40 @@ class _Planner:
 
     def or_on_fewer(self, whole: tuple[Subjected, Plan, Found] | None) -> tuple[Subjected, Plan, Found] | None:
         """The plan on all devices, or one on fewer: where arrays are cut by their number alone, or they are of a better kind."""
-        subject, cluster, demands = self.subject, self.cluster, self.demands
-        if cluster.is_distributed or demands.like is not None or not leaves_layouts_open(subject, demands):
-            return whole
         best = whole
-        for devices in fewer_devices(cluster, subject.roles.batch_size):
-            if not cluster.host_devices and (best is None or _needs_all(subject, cluster, best[1], len(devices))):
+        for devices, planner in self._on_fewer():
+            if not self._may_need_fewer(best, len(devices)):
                 continue
-            part = cluster.part(devices)
             try:
-                rival = _Planner(subject, part, demands, self._report_progress, self._forms).on_one_mesh()
+                rival = planner.as_asked()
             except BudgetError:
                 continue
             if best is None or rival[1].step_seconds < best[1].step_seconds:
-                best = _on_devices(rival, devices, cluster)
+                best = _on_devices(rival, devices, self.cluster)
         return best
+
+    def on_any_mesh_below(self, seconds: float) -> tuple[Subjected, Plan, Found] | None:
+        """The fastest plan without stages on all devices or on fewer (see :meth:`or_on_fewer`); None if it takes longer."""
+        best = self.on_one_mesh_below(seconds)
+        for devices, planner in self._on_fewer():
+            if self._may_need_fewer(best, len(devices)):
+                rival = planner.on_one_mesh_below(seconds if best is None else best[1].step_seconds)
+                best = best if rival is None else _on_devices(rival, devices, self.cluster)
+        return best
+
+    def _on_fewer(self) -> Iterator[tuple[tuple[int, ...], _Planner]]:
+        """Planners of the same step on some of the devices only, where these may be chosen."""
+        subject, cluster, demands = self.subject, self.cluster, self.demands
+        if cluster.is_distributed or demands.like is not None or not leaves_layouts_open(subject, demands):
+            return
+        for devices in fewer_devices(cluster, subject.roles.batch_size):
+            yield devices, _Planner(subject, cluster.part(devices), demands, self._report_progress, self._forms)
+
+    def _may_need_fewer(self, best: tuple[Subjected, Plan, Found] | None, count: int) -> bool:
+        """Whether so many devices might be faster than the best plan so far; where nothing fits, what they divide may."""
+        if self.cluster.host_devices or best is None:
+            return True
+        return not _needs_all(self.subject, self.cluster, best[1], count)
 
     def _or_by_hand(self, free: tuple[Subjected, Plan, Found]) -> tuple[Subjected, Plan, Found]:
         """What an expert would write by hand, where that is predicted to be faster; else what was found freely.

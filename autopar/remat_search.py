@@ -1,9 +1,10 @@
 """Should layers compute again what their backward passes read, and which of them?
 
-Where memory does not limit the plan, nothing is computed again.  Where nothing fits, or a pipeline nearly fills the memory, the
-step is also planned with every layer computed again (``full``), which needs the least memory.  Then that plan is kept (its mesh,
-or its stages, devices, schedule and microbatches), and layers are relieved of work as far as the memory allows: let layer ℓ keep
-b(ℓ, k) bytes and repeat s(ℓ, k) seconds of work under choice k (:class:`~autopar.inter_op.remat.RematCost`), and
+Where memory does not limit the plan, nothing is computed again.  Where nothing fits, or a pipeline nearly fills the memory, or
+pipelines that might be faster than the plan on one mesh do not fit, the step is also planned with every layer computed again
+(``full``), which needs the least memory.  Then that plan is kept (its mesh, or its stages, devices and microbatches), and layers
+are relieved of work as far as the memory allows: let layer ℓ keep b(ℓ, k) bytes and repeat s(ℓ, k) seconds of work under choice k
+(:class:`~autopar.inter_op.remat.RematCost`), and
 
     minimise    Σ s(ℓ, k(ℓ))          over the layers of a mesh
     subject to  Σ b(ℓ, k(ℓ)) ≤ B
@@ -38,6 +39,9 @@ Planned = tuple[Subjected, Plan, Found | None]
 BOUND_SHARE = 0.7
 """A pipeline that needs less than this share of the budget is not limited by memory."""
 
+REPEATED = 4 / 3
+"""With every layer computed again a step takes so many times what it takes otherwise at most: a forward pass is a third of it."""
+
 MOST_TRIED = 6
 """So many mixtures of choices are planned at most: enough to find what is kept to 3 % of what can be."""
 
@@ -51,7 +55,9 @@ KNAPSACK_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Alike:
-    """A plan made like another one, if the fastest one fits; for each of its meshes whether that exceeds the budget there."""
+    """A plan made like another one, if one fits; for each of its meshes whether the fastest, with nothing on the hosts and under
+    the same schedule, exceeds the budget there.
+    """
 
     planned: Planned | None
     is_squeezed: tuple[bool, ...]
@@ -59,13 +65,15 @@ class Alike:
 
 @dataclass(frozen=True)
 class Planners:
-    """What is planned with: the best plan of a step, and one that is like a known plan but for what layers compute again.
+    """What is planned with: the best plan of a step, one that is like a known plan but for what layers compute again, and the
+    best pipeline that is faster than so many seconds, if there is any.
 
     The second is given the forward operators before which the known plan's stages begin in the new step.
     """
 
     best: Callable[[Subjected], Planned]
     alike: Callable[[Subjected, Plan, tuple[int, ...]], Alike]
+    pipeline: Callable[[Subjected, float], Planned | None]
 
 
 def with_remat(
@@ -88,15 +96,21 @@ def with_remat(
     forms = rematerialising(subject)
     if forms.says_remat:
         return or_raise(kept, refusal)
-    everything = forms.all(Remat.FULL)
+    everything = rematerialised(subject, forms.all(Remat.FULL), platform)
     report("planning with layers that compute again")
     try:
-        lean = planners.best(rematerialised(subject, everything, platform))
+        if _must_be_pipeline(cluster, demands, kept):
+            enough = float("inf") if kept is None else REPEATED * kept[1].step_seconds
+            lean = planners.pipeline(everything, enough)
+        else:
+            lean = planners.best(everything)
     except BudgetError as error:
         if refusal is None:
             return or_raise(kept, refusal)
         also = "With every layer computed again (remat='full') it does not fit either."
         raise BudgetError(f"{refusal} {also}", needed_bytes=error.needed_bytes) from None
+    if lean is None:
+        return or_raise(kept, refusal)
     enough = float("inf") if kept is None else kept[1].step_seconds
     search = _Relief(subject, cluster, planners.alike, forms, lean, enough)
     found = [lean, *search.better_ones(report)]
@@ -123,9 +137,8 @@ def or_raise(kept: Planned | None, refusal: BudgetError | None) -> Planned:
 def _may_pay(subject: Subjected, cluster: Cluster, demands: Demands, kept: Planned | None) -> bool:
     """Whether computing again may help: memory limits the plan, and the method leaves open what is computed again.
 
-    On one mesh it must be that nothing fits: microbatches make what is kept less at a lower price.  XLA:CPU drops barriers, and
-    then finds that a program does the same work twice.  In a pipeline passes are programs of their own, so there it keeps less
-    wherever it runs.
+    On one mesh it must be that nothing fits, for microbatches make what is kept less at a lower price, or that pipelines which
+    might be faster do not.
     """
     if not isinstance(method_of(demands.method), IntraOp):
         return False
@@ -133,11 +146,24 @@ def _may_pay(subject: Subjected, cluster: Cluster, demands: Demands, kept: Plann
     if not any(operator.phase is Phase.BACKWARD for operator in operators):
         return False
     if kept is None:
-        return cluster.device.platform is not Platform.CPU or demands.stages not in (None, 1)
-    if not kept[1].is_pipeline or len(operators) > LARGE_OPERATORS:  # every plan of a large step takes long
+        return True
+    if len(operators) > LARGE_OPERATORS:  # every plan of a large step takes long
         return False
+    if not kept[1].is_pipeline:
+        return kept[0].lacks_memory
     budget_bytes = float(demands.memory_per_device or cluster.per_device_memory_bytes)
     return kept[1].peak_bytes > BOUND_SHARE * budget_bytes
+
+
+def _must_be_pipeline(cluster: Cluster, demands: Demands, kept: Planned | None) -> bool:
+    """Whether nothing but a pipeline with layers that compute again can be of use.
+
+    XLA:CPU drops barriers, and then finds that a program does the same work twice.  In a pipeline passes are programs of their
+    own, so there it keeps less wherever it runs.
+    """
+    if demands.stages not in (None, 1):
+        return False
+    return cluster.device.platform is Platform.CPU or (kept is not None and not kept[1].is_pipeline)
 
 
 class _Relief:
@@ -164,26 +190,52 @@ class _Relief:
 
     def better_ones(self, report: Callable[[str], None]) -> list[Planned]:
         """Plans like the lean one with fewer layers computed again."""
-        for last_is_free in (False, True):
-            self._bisect(last_is_free, report)
+        fitting = [self._bisect(last_is_free, report) for last_is_free in (False, True)]
+        if self._is_best_squeezed():
+            for shares, last_is_free in zip(fitting, (False, True), strict=True):
+                self._raise_shares(shares, last_is_free, report)
         return [answer.planned for answer in self._answers.values() if answer.planned is not None]
 
-    def _bisect(self, last_is_free: bool, report: Callable[[str], None]) -> None:
+    def _bisect(self, last_is_free: bool, report: Callable[[str], None]) -> list[float]:
+        """The largest shares of what the meshes can keep that fit without the hosts, as far as they were looked for."""
         meshes = self._layers_of_meshes()
         low, high = [0.0] * len(meshes), [1.0] * len(meshes)  # shares of what can be kept: fits, may fit
         at = list(high)
         for _ in range(MOST_TRIED):
-            chosen = self._chosen(meshes, at, last_is_free)
-            if chosen not in self._answers:
-                if self._estimate(chosen) > HOPEFUL * self._enough:
-                    break  # what keeps less takes longer still
-                report(f"planning with layers computed again: {chosen}")
-                self._answers[chosen] = self._alike_with(chosen)
-            for mesh, is_squeezed in enumerate(self._answers[chosen].is_squeezed):
+            answer = self._answer(self._chosen(meshes, at, last_is_free), report)
+            if answer is None:
+                break  # what keeps less takes longer still
+            for mesh, is_squeezed in enumerate(answer.is_squeezed):
                 (high if is_squeezed else low)[mesh] = at[mesh]
-            if low == at:
+            if low == high:
                 break  # nothing needs to be computed again
             at = [one if one == top else (one + top) / 2 for one, top in zip(low, high, strict=True)]
+        return low
+
+    def _is_best_squeezed(self) -> bool:
+        """Whether the fastest plan keeps the budget by other means as well: residuals on the hosts, another schedule."""
+        known = [(one.planned[1].step_seconds, any(one.is_squeezed)) for one in self._answers.values() if one.planned]
+        return bool(known) and min(known)[1]
+
+    def _raise_shares(self, shares: list[float], last_is_free: bool, report: Callable[[str], None]) -> None:
+        """Let single meshes keep all, or more by half, as long as that fits by those means."""
+        meshes = self._layers_of_meshes()
+        for mesh, share in enumerate(shares):
+            for more in (1.0, (1.0 + share) / 2):
+                at = [*shares[:mesh], more, *shares[mesh + 1 :]]
+                answer = self._answer(self._chosen(meshes, at, last_is_free), report)
+                if answer is not None and answer.planned is not None:
+                    shares = at
+                    break
+
+    def _answer(self, chosen: LayerRemat, report: Callable[[str], None]) -> Alike | None:
+        """The plan with these layers computed again; None where it is estimated to take too long."""
+        if chosen not in self._answers:
+            if self._estimate(chosen) > HOPEFUL * self._enough:
+                return None
+            report(f"planning with layers computed again: {chosen}")
+            self._answers[chosen] = self._alike_with(chosen)
+        return self._answers[chosen]
 
     def _alike_with(self, chosen: LayerRemat) -> Alike:
         platform = self._cluster.device.platform.value

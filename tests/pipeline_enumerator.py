@@ -26,9 +26,10 @@ import numpy as np
 
 from autopar.cluster import Cluster, DeviceKind, Link, Mesh, Platform
 from autopar.cost_model.pipeline import StageCost, simulate_pipeline, stage_cost, transfers_of
-from autopar.graph.build import build_graph
+from autopar.graph.build import LoopKind, build_graph
 from autopar.graph.ir import Graph
 from autopar.inter_op.cut import cut
+from autopar.inter_op.looped import Looped
 from autopar.inter_op.placing import forward_operators
 from autopar.intra_op.restrict import Restriction
 from autopar.intra_op.search import Found, Task, search
@@ -60,14 +61,18 @@ class Case:
     cluster: Cluster
     microbatches: tuple[int, ...]
     budget_bytes: float = float("inf")
+    is_scanned: bool = False
+    """Whether the layers are one loop, which is cut between trips; ``layers`` count its pieces."""
 
     def step(self, count: int) -> Step:
         """The step as a loop over so many microbatches."""
         return step_of(self.model(), count)
 
-    def boundaries(self, step: Step) -> tuple[int, ...]:
-        """Numbers of the forward operators at which layers begin, but the first."""
-        forward = forward_operators(step.loop)
+    def boundaries(self, loop: Looped) -> tuple[int, ...]:
+        """Numbers of the forward operators of a step at which layers begin, but the first."""
+        forward = forward_operators(loop)
+        if self.is_scanned:
+            return tuple(number for number, one in enumerate(forward) if one.primitive == LoopKind.SCAN)[1:]
         products = [number for number, one in enumerate(forward) if one.primitive == "dot_general"]
         return tuple(products[layer] for layer in self.layers[1:])
 
@@ -106,7 +111,7 @@ def best_of(case: Case) -> Best:
     tried = 0
     for count in case.microbatches:
         referee = _Referee(case, count)
-        for candidate in _candidates(case, count, referee.boundaries):
+        for candidate in candidates(case, count, referee.boundaries):
             tried += 1
             seconds, peak_bytes = referee.measure(candidate)
             if peak_bytes > case.budget_bytes:
@@ -120,11 +125,12 @@ def best_of(case: Case) -> Best:
     return Best(best[0], best[1], by_stages, tried)
 
 
-def _candidates(case: Case, count: int, boundaries: tuple[int, ...]) -> Iterator[Candidate]:
+def candidates(case: Case, count: int, boundaries: tuple[int, ...]) -> Iterator[Candidate]:
+    """All pipelines of so many microbatches whose stages begin at some of the boundaries."""
     for number in range(1, len(case.layers) + 1):
         for cuts in itertools.combinations(boundaries, number - 1):
             for devices in device_runs(case.cluster, number):
-                shapes = [_part(case.cluster, run).logical_mesh_shapes(MAX_AXES) for run in devices]
+                shapes = [part_of(case.cluster, run).logical_mesh_shapes(MAX_AXES) for run in devices]
                 for meshes in itertools.product(*shapes):
                     for schedule in SEVERAL if number > 1 else (Schedule.SINGLE,):
                         yield Candidate(count, cuts, devices, meshes, schedule)
@@ -137,7 +143,7 @@ def _dealt(case: Case, count: int, cuts: tuple[int, ...]) -> Iterator[Candidate]
     for number, runs in ((n, runs) for n in range(2, stages) for runs in device_runs(case.cluster, n)):
         if stages % number or len(set(map(len, runs))) > 1:
             continue
-        shapes = [_part(case.cluster, run).logical_mesh_shapes(MAX_AXES) for run in runs]
+        shapes = [part_of(case.cluster, run).logical_mesh_shapes(MAX_AXES) for run in runs]
         for meshes in itertools.product(*shapes):
             devices, dealt = runs * (stages // number), meshes * (stages // number)
             yield Candidate(count, cuts, devices, dealt, Schedule.INTERLEAVED_ONE_F_ONE_B)
@@ -176,7 +182,8 @@ def device_runs(cluster: Cluster, number: int) -> Iterator[tuple[tuple[int, ...]
             yield placed
 
 
-def _part(cluster: Cluster, run: tuple[int, ...]) -> Cluster:
+def part_of(cluster: Cluster, run: tuple[int, ...]) -> Cluster:
+    """The devices of a run as a cluster of their own."""
     hosts = sorted({device // cluster.devices_per_host for device in run})
     links = {
         (hosts.index(one), hosts.index(other)): link
@@ -194,7 +201,7 @@ class _Referee:
     def __init__(self, case: Case, count: int) -> None:
         self._case = case
         self._step = case.step(count)
-        self.boundaries = case.boundaries(self._step)
+        self.boundaries = case.boundaries(self._step.loop)
         self._solved: dict[tuple[tuple[int, ...], int, Cluster, Mesh], tuple[Graph, Found]] = {}
         self._lowered: dict[tuple[Any, ...], tuple[StageLowering, StageCost]] = {}
 
@@ -205,7 +212,7 @@ class _Referee:
         for number, (program, run, mesh) in enumerate(
             zip(made.stages, candidate.devices, candidate.meshes, strict=True)
         ):
-            part = _part(self._case.cluster, run)
+            part = part_of(self._case.cluster, run)
             key = (candidate.cuts, number, part, mesh)
             splits_backward = candidate.schedule in SPLIT
             if (*key, splits_backward) not in self._lowered:
@@ -287,6 +294,49 @@ def mlp(widths: tuple[int, ...], rows: int) -> Model:
         return {"x": _weights(random, number, widths[0]), "y": _weights(random, number, widths[-1])}
 
     return _model(f"mlp-{widths}-{rows}", weights, loss, make_batch, rows)
+
+
+def blocks(inner: tuple[int, ...], width: int, rows: int, sequence: int) -> Model:
+    """x ← x + tanh(x Aₖ) Bₖ, squared error; Aₖ is ``inner[k]`` wide, and what is there can be made again, or lie elsewhere."""
+
+    def weights() -> list[dict[str, np.ndarray]]:
+        random = np.random.default_rng(0)
+        return [{"wide": _weights(random, width, one), "narrow": _weights(random, one, width)} for one in inner]
+
+    def loss(weights: list[dict[str, jax.Array]], batch: Batch) -> jax.Array:
+        x = batch["x"]
+        for block in weights:
+            x = x + jnp.tanh(x @ block["wide"]) @ block["narrow"]
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    def make_batch(number: int) -> Batch:
+        random = np.random.default_rng(1)
+        x = random.standard_normal((2, number, sequence, width)).astype(np.float32)
+        return {"x": x[0], "y": x[1]}
+
+    return _model(f"blocks-{inner}-{width}-{rows}", weights, loss, make_batch, rows)
+
+
+def scanned_blocks(count: int, inner: int, width: int, rows: int, sequence: int) -> Model:
+    """So many like :func:`blocks` in one loop."""
+
+    def weights() -> dict[str, np.ndarray]:
+        random = np.random.default_rng(0)
+        wide, narrow = (_weights(random, *shape) for shape in ((count, width, inner), (count, inner, width)))
+        return {"wide": wide, "narrow": narrow}
+
+    def loss(weights: dict[str, jax.Array], batch: Batch) -> jax.Array:
+        def layer(x: jax.Array, own: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+            return x + jnp.tanh(x @ own["wide"]) @ own["narrow"], None
+
+        return jnp.mean((jax.lax.scan(layer, batch["x"], weights)[0] - batch["y"]) ** 2)
+
+    def make_batch(number: int) -> Batch:
+        random = np.random.default_rng(1)
+        x = random.standard_normal((2, number, sequence, width)).astype(np.float32)
+        return {"x": x[0], "y": x[1]}
+
+    return _model(f"scanned-{count}x{inner}-{width}-{rows}", weights, loss, make_batch, rows)
 
 
 PRODUCTS_OF_A_BLOCK = 6

@@ -103,8 +103,8 @@ def searched(case: Case) -> float:
     """Seconds of a step that the search finds, offered the microbatches of the case; of one stage the referee's own."""
     steps = {count: case.step(count) for count in case.microbatches}
     tasks = {count: step.task(case.cluster, case.budget_bytes) for count, step in steps.items()}
-    starts = {count: case.boundaries(step) for count, step in steps.items()}
-    found = search_pipelines(tasks.__getitem__, list(case.microbatches), Wanted(), starts=starts)
+    starts = {count: case.boundaries(step.loop) for count, step in steps.items()}
+    found = search_pipelines(tasks.__getitem__, list(case.microbatches), Wanted(), starts=starts).found
     alone = referee(case.name).by_stages.get(1, float("inf"))
     return alone if found is None else min(alone, found.step_seconds)
 
@@ -140,7 +140,9 @@ def found_for(case: Case, wanted: Wanted, budget_bytes: float = float("inf")) ->
     (count,) = case.microbatches
     step = case.step(count)
     task = step.task(case.cluster, budget_bytes)
-    found = search_pipelines({count: task}.__getitem__, [count], wanted, starts={count: case.boundaries(step)})
+    found = search_pipelines(
+        {count: task}.__getitem__, [count], wanted, starts={count: case.boundaries(step.loop)}
+    ).found
     assert found is not None
     return found
 
@@ -231,7 +233,7 @@ def test_no_schedule_is_faster_than_the_work(
     ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
     devices = tuple(tuple(range(end - size, end)) for size, end in zip(sizes, ends, strict=True))
     for first in (1, 2, 4):
-        cuts = case.boundaries(step)[first - 1 : first + len(sizes) - 2]
+        cuts = case.boundaries(step.loop)[first - 1 : first + len(sizes) - 2]
         plain = planner.plan(Arrangement(cuts, devices, Schedule.ONE_F_ONE_B))
         found = [under for schedule in SEVERAL if (under := planner.under(plain, schedule))]
         least, soonest = plain.least_seconds, min(one.step_seconds for one in found)
@@ -292,8 +294,8 @@ def test_a_schedule_of_ones_own_is_searched() -> None:
     case = replace(eight_layers(1e-5), microbatches=(1, 2, 4))
     steps = {count: case.step(count) for count in case.microbatches}
     tasks = {count: step.task(case.cluster) for count, step in steps.items()}
-    starts = {count: case.boundaries(step) for count, step in steps.items()}
-    found = search_pipelines(tasks.__getitem__, [1, 2, 4], Wanted(4, even_only), starts=starts)
+    starts = {count: case.boundaries(step.loop) for count, step in steps.items()}
+    found = search_pipelines(tasks.__getitem__, [1, 2, 4], Wanted(4, even_only), starts=starts).found
     assert found is not None and found.pipeline.order.num_microbatches > 1
     assert found.pipeline.homes == (0, 1, 1, 0) and found.arrangement.schedule is even_only
     with pytest.raises(

@@ -137,6 +137,14 @@ def estimated_examples(cluster: Cluster) -> int:
     return max(ESTIMATED_EXAMPLES, cluster.hosts // MOST_LAYERS)
 
 
+@dataclass(frozen=True)
+class Searched:
+    """The fastest pipeline, if there is any, and whether others that might be faster were left for want of memory."""
+
+    found: PipelineFound | None
+    lacks_memory: bool
+
+
 def search_pipelines(
     tasks: Callable[[int], PipelineTask],
     counts: Sequence[int],
@@ -145,8 +153,8 @@ def search_pipelines(
     to_beat_seconds: float = float("inf"),
     starts: Mapping[int, tuple[int, ...]] | None = None,
     estimated_count: int = ESTIMATED_COUNT,
-) -> PipelineFound | None:
-    """The fastest pipeline of two stages or more that is faster than ``to_beat_seconds``; None if there is none.
+) -> Searched:
+    """The fastest pipeline of two stages or more that is faster than ``to_beat_seconds``, if there is any.
 
     ``tasks`` gives the step looped over so many microbatches; ``counts`` are the numbers that it may be asked for; ``starts``
     are, by that number, the forward operators before which layers begin, unless they are to be found.  Estimates are made for
@@ -157,14 +165,14 @@ def search_pipelines(
     coarse.starts.update(starts or {})
     found = coarse.best()
     if wanted.num_stages is not None or starts is not None or not coarse.is_small:
-        return found
+        return Searched(found, coarse.lacks_memory)
     # A stage for each device needs as many layers.  They are looked at behind the few that cost least to part: more groupings
     # of more layers would crowd these out.
     enough = to_beat_seconds if found is None else found.step_seconds
     fine = _Search(tasks, counts, wanted, enough, coarse.num_devices, estimated_count)
     if fine.num_layers <= coarse.num_layers:
-        return found
-    return fine.best() or found
+        return Searched(found, coarse.lacks_memory)
+    return Searched(fine.best() or found, coarse.lacks_memory or fine.lacks_memory)
 
 
 class _Search:
@@ -194,6 +202,8 @@ class _Search:
         """Of the groupings of a large program that were planned, what integer programs say of the best."""
         self._known_homes: dict[int, tuple[int, ...] | None] = {}
         self._refusal: BudgetError | None = None
+        self.lacks_memory = False
+        """Whether pipelines that might be faster were left because they exceed the budget."""
         self._planners: dict[int, StagePlanner] = {}
         self._rulebook: Rulebook | None = None
         self.starts: dict[int, tuple[int, ...]] = {}
@@ -249,7 +259,17 @@ class _Search:
             self._split_fastest()
         if self._best is None and self._refusal is not None and self._enough == float("inf"):
             raise self._refusal
+        self.lacks_memory = self.lacks_memory or (self._best is None and self.is_small and self._misses_groupings())
         return self._best
+
+    def _misses_groupings(self) -> bool:
+        """Whether groupings that do not fit might be faster than what is to be beaten."""
+        for where, count in itertools.product(self._estimates.values(), self._counts):
+            free = best_groupings(replace(where, budgets=dict.fromkeys(where.budgets, math.inf)), count)
+            hopeful = [one for one in free if one.bound_seconds <= NEARLY * self._enough_whole]
+            if hopeful and not set(hopeful).issubset(best_groupings(where, count)):
+                return True
+        return False
 
     def _split_fastest(self) -> None:
         """Try the fastest pipeline of a stage on each mesh with the gradients of weights apart."""
@@ -268,6 +288,7 @@ class _Search:
             if found.least_seconds >= (1 - worth_share) * self._enough:
                 return
             if (candidate := self._planner(found.count).under(found, schedule)) is None:
+                self.lacks_memory = True
                 return
             yield candidate
 
@@ -505,6 +526,7 @@ class _Search:
         ]
         self._fastest.append(found)
         whole = (found, *(planner.under(found, schedule) for schedule in others))
+        self.lacks_memory = self.lacks_memory or None in whole
         for candidate in itertools.chain(whole, self._split(found) if self.is_small else ()):
             if self._take(candidate):
                 self._grouping = grouping
@@ -517,11 +539,18 @@ class _Search:
         schedules: Sequence[Schedule | OrderFunction],
         give_up_seconds: float,
     ) -> PipelineFound | None:
-        """The pipeline under the first of the schedules that keeps the budget; of a small program only the first is tried."""
+        """The pipeline under the first of the schedules that keeps the budget.
+
+        Of a small program the others are tried only with residuals on the hosts: they keep more on the devices than the first.
+        """
         hopeful = [schedule for schedule in schedules[1:] if schedule is not Schedule.GPIPE]  # which keeps most of all
         for schedule in (schedules[0], *(hopeful if planner.is_large else ())):
             try:
                 return planner.plan(replace(arrangement, schedule=schedule), give_up_seconds)
             except BudgetError as error:
                 self._refusal = self._refusal or error
+                self.lacks_memory = True
+        for schedule in () if planner.is_large else schedules[1:]:
+            if (found := planner.with_hosts(replace(arrangement, schedule=schedule), give_up_seconds)) is not None:
+                return found
         return None

@@ -39,7 +39,8 @@ from autopar.graph.inline import inline
 from autopar.graph.ir import Graph, Operator, Phase, Value
 from autopar.graph.tracing import TracedProgram
 from autopar.inter_op.copies import Again, CopyWriter, leading_to, made_of
-from autopar.inter_op.layers import layers
+from autopar.inter_op.crossings import boundaries
+from autopar.inter_op.layers import SLACK, layers
 from autopar.inter_op.looped import as_one_trip, looped
 from autopar.inter_op.placing import SMALL_BYTES, anchored_among
 from autopar.inter_op.remat_loops import Inside, divided, loop_pairs, with_divided
@@ -92,7 +93,18 @@ class Rematerialising:
             return (0,)
         flat = as_one_trip(self._program, self._graph, self._batch)
         loop = looped(build_graph(flat.jaxpr, platform="cpu"), self._batch, 1)
-        return (0, *layers(loop, self._state_pairs, at_most=MOST_LAYERS, at_least=2))
+        found = (0, *layers(loop, self._state_pairs, at_most=MOST_LAYERS, at_least=2))
+        coarser = narrow_starts(found, boundaries(loop, self._state_pairs).crossing_bytes.tolist())
+        return coarser if self._held_bytes(coarser) < (1 - SLACK) * self._held_bytes(found) else found
+
+    def _held_bytes(self, starts: tuple[int, ...]) -> int:
+        """What is held if all these layers are computed again: what is kept of all, and what the largest makes again."""
+        chosen, layers = LayerRemat(starts, (Remat.FULL,) * len(starts)), range(len(starts))
+        kept, whole = (
+            [sum(value.size_bytes for value in self.kept(one, layer)) for layer in layers]
+            for one in (chosen, chosen.with_kinds([Remat.NONE] * len(starts)))
+        )
+        return sum(kept) + max(both - one for one, both in zip(kept, whole, strict=True))
 
     def all(self, kind: Remat) -> LayerRemat:
         """The same choice for every layer."""
@@ -170,6 +182,25 @@ class Rematerialising:
             graph = build_graph(jaxpr, platform="cpu") if loops else self._graph
             self._levels[key] = _Level(graph, self._batch, settled | {one.pair.forward for _, one in loops})
         return self._levels[key]
+
+
+def narrow_starts(starts: Sequence[int], crossing_bytes: Sequence[float]) -> tuple[int, ...]:
+    """The first of the starts of layers, and those before which less crosses than before the ones around them.
+
+    What crosses is kept: a layer that begins inside a wide block, between two narrow places, keeps most of what it should not.
+    Nothing crosses before the first and at the end.  Of several in a row before which as much crosses, all or none are narrow.
+    """
+    heights = [0.0, *(float(crossing_bytes[start]) for start in starts[1:]), 0.0]
+
+    def next_height(k: int, way: int) -> float:
+        other = k
+        while max(heights[k], heights[other]) <= (1 + SLACK) * min(heights[k], heights[other]):
+            other += way
+        return heights[other]
+
+    inside = range(1, len(starts))
+    narrow = [k for k in inside if min(next_height(k, -1), next_height(k, 1)) > heights[k] > 0]
+    return (starts[0], *(starts[k] for k in narrow))
 
 
 class _Level:

@@ -241,7 +241,21 @@ def fewer_devices(cluster: Cluster, batch_size: int | None) -> list[tuple[int, .
     sizes = stage_sizes(cluster) if may_idle(cluster) else []
     dividing = max((size for size in sizes if batch_size is not None and batch_size % size == 0), default=0)
     halving = max((size for size in sizes if is_power_of_two(size)), default=0)
-    return [tuple(range(size)) for size in sorted({dividing, halving}, reverse=True) if size]
+    return [_best_linked(size, cluster) for size in sorted({dividing, halving}, reverse=True) if size]
+
+
+def _best_linked(size: int, cluster: Cluster) -> tuple[int, ...]:
+    """The first devices of that number; of few hosts that are linked differently those whose slowest link is fastest."""
+    per_host = cluster.devices_per_host
+    if size <= per_host or not cluster.host_links or cluster.hosts > FEW:
+        return tuple(range(size))
+
+    def speed(hosts: tuple[int, ...]) -> tuple[float, float]:
+        link = cluster.slowest_link(hosts)
+        return link.bytes_per_second, -link.latency_seconds
+
+    best = max(itertools.combinations(range(cluster.hosts), size // per_host), key=speed)
+    return tuple(host * per_host + k for host in best for k in range(per_host))
 
 
 def _is_balanced(run: range, per_host: int) -> bool:
