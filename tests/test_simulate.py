@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -242,6 +243,12 @@ def test_blocking_costs_nothing_where_times_are_nominal(
     machine = Machine((Processor(),) * stages)
     done = simulate(lists, part_seconds(forward, 2 * forward), machine, Transport.BLOCKING)
     assert done.step_seconds == (microbatches + stages - 1) * 3 * forward
+
+
+def test_what_a_mesh_is_given_and_nobody_names_is_in_its_memory() -> None:
+    work = Work(lambda task: 1.0, slot_bytes=lambda slot: 8.0, given={1: [Slot(1, 7)]})
+    plain = simulate(one_message(), replace(work, given={}), apart(2)).peak_bytes
+    assert simulate(one_message(), work, apart(2)).peak_bytes == (plain[0], plain[1] + 8.0)
 
 
 @given(st.sampled_from(PIPELINES), counts, counts)

@@ -10,30 +10,30 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from autopar import _compat
 from autopar.cluster import Platform
+from autopar.cost_model.array_list import LIBRARY_TYPES, ArrayList
+from autopar.cost_model.expansions import random_bits, scattered_to_greatest, threefry
 from autopar.cost_model.hosted import bytes_in_flight, has_host_memory
 from autopar.cost_model.nodes import Arrays, Form, Node, Tenant
+from autopar.cost_model.operand_orders import (
+    operands_of_convolution,
+    operands_of_product,
+    result_of_convolution,
+    result_of_product,
+)
 from autopar.cost_model.reshard import COLLECTIVE_OF_MOVE, merging
 from autopar.graph.build import LoopKind
 from autopar.graph.fusion import COSTLY, FREE, FUSIBLE, INPUT_FUSIBLE
-from autopar.graph.ir import Operator, Phase
+from autopar.graph.ir import Operator
 from autopar.graph.merging import Merged, merged_values
 from autopar.graph.products import turning_points
 from autopar.graph.zeros import is_zero_literal
-from autopar.plan import Layout
-from autopar.schedule.reshard import SCATTERS, Move, MoveKind, after_move, local_shape
+from autopar.schedule.reshard import SCATTERS, Move, MoveKind, after_move
 from autopar.schedule.spmd import Buffer, Reshard, Run, SpmdProgram
-
-TENANT_OF_PHASE = {
-    Phase.FORWARD: Tenant.ACTIVATION,
-    Phase.BACKWARD: Tenant.GRADIENT,
-    Phase.UPDATE: Tenant.UPDATE,
-}
 
 ELEMENTWISE_EXCEPTIONS = frozenset(
     """broadcast_in_dim transpose rev pad slice dynamic_slice gather concatenate iota reshape squeeze expand_dims
@@ -48,12 +48,12 @@ LIBRARY_WORK = frozenset(
 )
 """What XLA:CPU's library computes in one kernel with a reduction (:mod:`autopar.cost_model.library`)."""
 
-LIBRARY_TYPES = frozenset(("float32", "float64", "bfloat16"))
-
 REDUCTIONS_OF_VALUES = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split())
 """Of one element the result is that element."""
 
 RESHAPES = REDUCTIONS_OF_VALUES | frozenset("reshape squeeze expand_dims".split())
+
+SCATTERED_SUMS = frozenset(("scatter-add", "select_and_scatter_add"))
 
 ADDITIONS = frozenset(("add", "add_any"))
 
@@ -68,7 +68,7 @@ def arrays_of(
     In the body of a ``scan`` (i, k) the inputs from position i on are slices that the body itself takes from stacked
     arrays, and the outputs from position k on are slices that it writes into stacked arrays.
     """
-    builder = _Builder(program, platform)
+    builder = _Builder(program, platform, frozenset(position for position, _ in pairs))
     if scan is not None:
         for buffer in program.inputs[scan[0] :]:
             builder.at[buffer] = builder.slice_of(builder.at[buffer])
@@ -90,25 +90,6 @@ def arrays_of(
     return arrays
 
 
-def _dot_order(rank: int, summed: tuple[int, ...], batch: tuple[int, ...], side: int) -> tuple[int, ...]:
-    """The order of dimensions that XLA:CPU's matrix products want: (batch, free, summed) and (batch, summed, free)."""
-    free = tuple(dim for dim in range(rank) if dim not in summed and dim not in batch)
-    return (*batch, *free, *summed) if side == 0 else (*batch, *summed, *free)
-
-
-def _read_as_it_lies(shape: tuple[int, ...], order: tuple[int, ...], batch: tuple[int, ...], *, plain: bool) -> bool:
-    """Whether a product reads an operand without a copy: in the order wanted, or matrices in either orientation.
-
-    Unless the product is ``plain``, of (stacks of) matrices, XLA makes it so first, and then turns by a copy what has
-    dimensions of size one besides.
-    """
-    long = [dim for dim in order if shape[dim] > 1]
-    stacked = [dim for dim in long if dim in batch]
-    rest = sorted(dim for dim in long if dim not in batch)
-    either = len(rest) == 2 and (plain or len(long) == len(shape))
-    return long == sorted(long) or (either and [*stacked, *rest] == sorted(long))
-
-
 def same_equation(one: Any, other: Any) -> bool:
     """Whether two equations of one primitive with the same array operands compute the same thing."""
     if one is other:
@@ -120,18 +101,15 @@ def same_equation(one: Any, other: Any) -> bool:
     return literals[0] == literals[1] and str(one.params) == str(other.params)
 
 
-class _Builder:
-    """Owns the growing list of one level."""
+class _Builder(ArrayList):
+    """Adds the nodes of one step after the other."""
 
-    def __init__(self, program: SpmdProgram, platform: str) -> None:
-        self._program = program
+    def __init__(self, program: SpmdProgram, platform: str, donated: frozenset[int]) -> None:
+        super().__init__(program, platform, donated)
         self._platform = platform
-        self._on_cpu = platform == "cpu"
-        self._merged = {} if self._on_cpu else merged_values(program.graph)  # XLA:CPU asks only what kind they are
-        self._turning = turning_points(program.graph) if self._on_cpu else {}
-        self._made: dict[object, int] = {}
+        self._merged = {} if self.on_cpu else merged_values(program.graph)  # XLA:CPU asks only what kind they are
+        self._turning = turning_points(program.graph) if self.on_cpu else {}
         self._turned: dict[int, int] = {}  # a collective's result in another order of dimensions: the collective
-        self._written_zeros: set[int] = set()  # zeros in whose memory something is scattered
         self._uses = Counter(
             buffer
             for step in program.steps
@@ -139,58 +117,6 @@ class _Builder:
         )
         self._uses.update(program.outputs)
         self._run: dict[object, list[tuple[Any, int]]] = {}
-        self.arrays = Arrays()
-        self.at: dict[Buffer, int] = {}
-        for buffer in program.inputs:
-            self.arrays.inputs.append(self._buffer(Form.INPUT, (), buffer, Tenant.ACTIVATION, None))
-        for value in program.graph.constants:
-            constant = Buffer(value, Layout(((),) * len(program.values[value].shape)))
-            self._buffer(Form.INPUT, (), constant, Tenant.ACTIVATION, None)
-
-    def _shape(self, buffer: Buffer) -> tuple[int, ...]:
-        return local_shape(self._program.values[buffer.value].shape, buffer.layout, self._program.mesh)
-
-    def _bytes(self, buffer: Buffer) -> int:
-        return self._program.values[buffer.value].itemsize_bytes * math.prod(self._shape(buffer))
-
-    def _add(
-        self, form: Form, inputs: tuple[int, ...], size: int, tenant: Tenant, value: int, source: Operator | None
-    ) -> int:
-        node = Node(form, inputs, size, tenant, value, source)
-        fused = form in (Form.CHEAP, Form.COSTLY, Form.RENAME)
-        node.source_bytes = max((self.arrays.nodes[i].source_bytes for i in inputs), default=0) if fused else size
-        self.arrays.nodes.append(node)
-        return len(self.arrays.nodes) - 1
-
-    def _buffer(
-        self, form: Form, inputs: tuple[int, ...], buffer: Buffer, tenant: Tenant, source: Operator | None
-    ) -> int:
-        shape = self._shape(buffer)
-        size = self._program.values[buffer.value].itemsize_bytes * math.prod(shape)
-        self.at[buffer] = number = self._add(form, inputs, size, tenant, buffer.value, source)
-        self.arrays.nodes[number].shape = shape
-        return number
-
-    def _once(self, key: tuple[object, ...], make: Callable[[], int]) -> int:
-        """What was made before for this key, or made now."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
-
-    def _again(self, node: int, form: Form) -> int:
-        """A node for the same array once more."""
-        old = self.arrays.nodes[node]
-        number = self._add(form, (node,), old.size_bytes, old.tenant, old.value, old.source)
-        self.arrays.nodes[number].shape = old.shape
-        return number
-
-    def _relayout(self, node: int, order: tuple[int, ...]) -> int:
-        """The same array with its dimensions in another order in memory."""
-        return self._once((node, order), partial(self._again, node, Form.CHEAP))
-
-    def slice_of(self, node: int) -> int:
-        """One trip's slice of a stacked array, read or written: work for the kernel that makes or needs it."""
-        return self._again(node, Form.CHEAP)
 
     # --- collectives ---
 
@@ -198,41 +124,41 @@ class _Builder:
         """One node per move, and those around it."""
         layout, node = step.source.layout, self.at[step.source]
         for place, move in enumerate(step.moves):
-            before, layout = layout, after_move(layout, move, self._program.mesh)
+            before, layout = layout, after_move(layout, move, self.program.mesh)
             ends = Buffer(step.source.value, before), Buffer(step.source.value, layout)
             make = partial(self._move, step, move, node, *ends)
-            node = self._once((node, move), make)
-            self.arrays.nodes[node].shape = self._shape(ends[1])
+            node = self.once((node, move), make)
+            self.arrays.nodes[node].shape = self.shape_of(ends[1])
             self.arrays.moves[step.target, place] = self._turned.get(node, node)
         self.at[step.target] = node
 
     def _move(self, step: Reshard, move: Move, node: int, before: Buffer, after: Buffer) -> int:
-        size, value = self._bytes(after), before.value
-        shape = self._shape(before)
-        tenant = Tenant.GATHERED if move.kind is MoveKind.ALL_GATHER else self._tenant(step.cause)
-        minor = any(self._on_cpu or extent > 1 for extent in shape[: max(move.dim, 0)])
+        size, value = self.bytes_of(after), before.value
+        shape = self.shape_of(before)
+        tenant = Tenant.GATHERED if move.kind is MoveKind.ALL_GATHER else self.tenant_of(step.cause)
+        minor = any(self.on_cpu or extent > 1 for extent in shape[: max(move.dim, 0)])
         match move.kind:
             case MoveKind.SLICE | MoveKind.MASK:
-                return self._add(Form.CHEAP, (node,), size, self._tenant(step.cause), value, step.cause)
+                return self.add(Form.CHEAP, (node,), size, self.tenant_of(step.cause), value, step.cause)
             case MoveKind.ALL_REDUCE:
                 return self._collective(move, (node,), size, tenant, step)
-            case MoveKind.ALL_TO_ALL if self._on_cpu:
-                pieces = self._add(Form.KERNEL, (node,), size, tenant, value, step.cause)
-                sent = self._add(Form.KERNEL, (pieces,), size, tenant, value, step.cause)
-                return self._add(Form.COSTLY, (sent,), size, tenant, value, step.cause)
+            case MoveKind.ALL_TO_ALL if self.on_cpu:
+                pieces = self.add(Form.KERNEL, (node,), size, tenant, value, step.cause)
+                sent = self.add(Form.KERNEL, (pieces,), size, tenant, value, step.cause)
+                return self.add(Form.COSTLY, (sent,), size, tenant, value, step.cause)
         order = (move.dim, *(dim for dim in range(len(shape)) if dim != move.dim))
-        is_turned = minor or self._lies_transposed(node)
+        is_turned = minor or (self._lies_transposed(node) and step.target not in self.program.outputs)
         made_so = move.kind in SCATTERS and self._turning.get(value) == move.dim
         if minor and not made_so:
-            node = self._relayout(node, order)
+            node = self.relayout(node, order)
         if move.kind is MoveKind.EXCHANGE_SUM:
-            node = self._add(Form.KERNEL, (node,), self._bytes(before), tenant, value, step.cause)
-            node = self._collective(move, (node,), self._bytes(before), tenant, step)
-            node = self._add(Form.CHEAP, (node,), size, tenant, value, step.cause)
+            node = self.add(Form.KERNEL, (node,), self.bytes_of(before), tenant, value, step.cause)
+            node = self._collective(move, (node,), self.bytes_of(before), tenant, step)
+            node = self.add(Form.CHEAP, (node,), size, tenant, value, step.cause)
         else:
             node = self._collective(move, (node,), size, tenant, step)
         if is_turned:
-            sent, node = node, self._relayout(node, ())
+            sent, node = node, self.relayout(node, ())
             self._turned[node] = sent
         return node
 
@@ -240,20 +166,17 @@ class _Builder:
         """Whether XLA:CPU sends an array in the order of what it is the transpose of, so that nothing is moved for it."""
         source = self.arrays.nodes[node].source
         is_transpose = source is not None and source.primitive == "transpose"
-        return self._on_cpu and is_transpose and self.arrays.nodes[node].form is Form.CHEAP
+        return self.on_cpu and is_transpose and self.arrays.nodes[node].form is Form.CHEAP
 
     def _collective(self, move: Move, inputs: tuple[int, ...], size: int, tenant: Tenant, step: Reshard) -> int:
-        number = self._add(Form.KERNEL, inputs, size, tenant, step.source.value, step.cause)
+        number = self.add(Form.KERNEL, inputs, size, tenant, step.source.value, step.cause)
         kind = COLLECTIVE_OF_MOVE[move.kind]
-        merged = Merged.ALL if self._on_cpu else self._merged.get(step.source.value, Merged.NONE)
+        merged = Merged.ALL if self.on_cpu else self._merged.get(step.source.value, Merged.NONE)
         if kind in merging(merged, Platform(self._platform)):
-            dtype = self._program.values[step.source.value].dtype
-            summed = "float32" if self._on_cpu and dtype in ("bfloat16", "float16") else dtype
+            dtype = self.program.values[step.source.value].dtype
+            summed = "float32" if self.on_cpu and dtype in ("bfloat16", "float16") else dtype
             self.arrays.nodes[number].combines = kind, move.axes, summed
         return number
-
-    def _tenant(self, operator: Operator | None) -> Tenant:
-        return Tenant.UPDATE if operator is None else TENANT_OF_PHASE[operator.phase]
 
     # --- operators ---
 
@@ -264,26 +187,30 @@ class _Builder:
         if step.bodies:
             self._loop(step)
         elif operator.primitive == "dot_general":
-            self._dot(step)
-        elif operator.primitive == "conv_general_dilated" and self._on_cpu:
-            self._convolution(step)
+            number, _ = self._computed(Form.KERNEL, operands_of_product(self, step), step)
+            self.at[step.results[0]] = result_of_product(self, step, number)
+        elif operator.primitive == "conv_general_dilated" and self.on_cpu:
+            number, _ = self._computed(Form.KERNEL, operands_of_convolution(self, step), step)
+            self.at[step.results[0]] = result_of_convolution(self, step, number)
         elif operator.primitive == "optimization_barrier":
             self._barrier(step)
+        elif operator.primitive == "threefry2x32" and self.on_cpu:
+            threefry(self, step)
         elif len(step.results) == 1:
             self._plain(step, inputs)
         else:
             for buffer in step.results:
-                self._buffer(self._form(operator), inputs, buffer, self._tenant(operator), operator)
+                self.buffer(self._form(operator), inputs, buffer, self.tenant_of(operator), operator)
 
     def _barrier(self, step: Run) -> None:
         """XLA:CPU drops barriers before it looks for equal work, which undoes rematerialisation; others keep them."""
         for operand, result in zip(step.operands, step.results, strict=True):
             if operand is None:
-                self._buffer(Form.CHEAP, (), result, self._tenant(step.operator), step.operator)
-            elif self._on_cpu:
+                self.buffer(Form.CHEAP, (), result, self.tenant_of(step.operator), step.operator)
+            elif self.on_cpu:
                 self.at[result] = self.at[operand]
             else:
-                self._buffer(Form.RENAME, (self.at[operand],), result, self._tenant(step.operator), step.operator)
+                self.buffer(Form.RENAME, (self.at[operand],), result, self.tenant_of(step.operator), step.operator)
 
     def _form(self, operator: Operator) -> Form:
         name = operator.primitive
@@ -304,10 +231,14 @@ class _Builder:
         form = Form.RENAME if self._reduces_nothing(step) else self._form(operator)
         elementwise = operator.primitive in FUSIBLE and operator.primitive not in ELEMENTWISE_EXCEPTIONS
         if operator.primitive in ADDITIONS and (onto := self._scattered_onto(step)) is not None:
-            self._buffer(Form.IN_PLACE, onto, step.results[0], self._tenant(operator), operator)
+            onto = self.own_copy(onto[0]), *onto[1:]
+            self.buffer(Form.IN_PLACE, onto, step.results[0], self.tenant_of(operator), operator)
             return
-        if operator.primitive == "random_bits" and self._on_cpu:
-            self._random_bits(step, inputs)
+        if operator.primitive == "select_and_scatter_add" and self.on_cpu:
+            scattered_to_greatest(self, step, inputs)
+            return
+        if operator.primitive == "random_bits" and self.on_cpu:
+            random_bits(self, step, inputs)
             return
         if operator.primitive in ADDITIONS and (other := self._but_zero(inputs)) is not None:
             self.at[step.results[0]] = other
@@ -315,13 +246,13 @@ class _Builder:
         if form is Form.RENAME and (renamed := self._as_before(step, inputs)) is not None:
             self.at[step.results[0]] = renamed
             return
-        if form is Form.IN_PLACE and self._on_cpu and inputs and self.arrays.nodes[inputs[0]].is_zero:
-            inputs = self._own_zeros(inputs[0]), *inputs[1:]
+        if form is Form.IN_PLACE and inputs:
+            inputs = self.own_copy(inputs[0]), *inputs[1:]
         if elementwise:
-            shape = self._shape(step.results[0])
-            inputs = tuple(self._widened(node, shape) for node in inputs)
+            shape = self.shape_of(step.results[0])
+            inputs = tuple(self.widened(node, shape) for node in inputs)
         multiplies = operator.primitive == "div" and self._multiplies(step, inputs)
-        if multiplies and self._on_cpu and len(inputs) == 2:
+        if multiplies and self.on_cpu and len(inputs) == 2:
             inputs = inputs[0], self._inverse(inputs[1])
         number, fresh = self._computed(form, inputs, step)
         if not fresh:
@@ -330,7 +261,7 @@ class _Builder:
         node.elementwise = elementwise
         if multiplies:
             node.form = Form.CHEAP
-        if elementwise and form is Form.COSTLY and not self._on_cpu and node.size_bytes > node.source_bytes > 0:
+        if elementwise and form is Form.COSTLY and not self.on_cpu and node.size_bytes > node.source_bytes > 0:
             node.form = Form.CHEAP  # XLA:GPU weighs arithmetic against memory: it reads narrow floats again.
         given = [self.arrays.nodes[i] for i in set(inputs)]
         large = [other.size_bytes for other in given if not other.widens and other.size_bytes >= node.size_bytes]
@@ -340,14 +271,14 @@ class _Builder:
             operator.primitive == "broadcast_in_dim" and not inputs and is_zero_literal(operator.equation.invars[0])
         )
         node.is_zero |= operator.primitive == "square" and given[0].is_zero
-        types = {self._dtype(value) for value in (*operator.operands, *operator.results) if value is not None}
+        types = {self.dtype_of(value) for value in (*operator.operands, *operator.results) if value is not None}
         node.in_library = operator.primitive in LIBRARY_WORK and types <= LIBRARY_TYPES
 
     def _multiplies(self, step: Run, inputs: tuple[int, ...]) -> bool:
         """Whether a division is a product to XLA: with the inverse of what is broadcast, or of a constant."""
         if len(inputs) == 2:
             return self.arrays.nodes[inputs[1]].widens
-        is_whole = "int" in self._program.values[step.results[0].value].dtype
+        is_whole = "int" in self.program.values[step.results[0].value].dtype
         return step.operands[-1] is None and not is_whole
 
     def _inverse(self, wide: int) -> int:
@@ -355,31 +286,31 @@ class _Builder:
         shape, narrow = self.arrays.nodes[wide].shape, self.arrays.nodes[wide].inputs
         if len(narrow) != 1:
             return wide
-        inverse = self._once((*narrow, "inverse"), partial(self._again, *narrow, Form.COSTLY))
+        inverse = self.once((*narrow, "inverse"), partial(self.again, *narrow, Form.COSTLY))
         node = self.arrays.nodes[inverse]
         node.elementwise = True
-        node.in_library = self._dtype(node.value) in LIBRARY_TYPES
-        return self._once((inverse, shape), partial(self._broadcast, inverse, shape))
+        node.in_library = self.dtype_of(node.value) in LIBRARY_TYPES
+        return self.once((inverse, shape), partial(self.broadcast, inverse, shape))
 
     def _as_before(self, step: Run, inputs: tuple[int, ...]) -> int | None:
         """For what is reshaped to what it was before it was reshaped: that."""
         result, number = step.results[0], inputs[0] if inputs else None
         while number is not None:
             node = self.arrays.nodes[number]
-            if node.shape == self._shape(result) and node.value >= 0:
-                return number if self._dtype(node.value) == self._dtype(result.value) else None
+            if node.shape == self.shape_of(result) and node.value >= 0:
+                return number if self.dtype_of(node.value) == self.dtype_of(result.value) else None
             reshaped = node.form is Form.RENAME and node.source is not None and node.source.primitive in RESHAPES
             number = node.inputs[0] if reshaped else None
         return None
 
-    def _dtype(self, value: int) -> str:
-        return self._program.values[value].dtype
+    def dtype_of(self, value: int) -> str:
+        return self.program.values[value].dtype
 
     def _reduces_nothing(self, step: Run) -> bool:
         """Whether all dimensions reduced have one element on a device: XLA reshapes instead."""
         if step.operator.primitive not in REDUCTIONS_OF_VALUES or step.operands[0] is None:
             return False
-        return math.prod(self._shape(step.operands[0])) == math.prod(self._shape(step.results[0]))
+        return math.prod(self.shape_of(step.operands[0])) == math.prod(self.shape_of(step.results[0]))
 
     def _but_zero(self, inputs: tuple[int, ...]) -> int | None:
         """For x + 0, where no compiler adds: x."""
@@ -390,15 +321,6 @@ class _Builder:
             return None
         return inputs[0] if second.is_zero else inputs[1]
 
-    def _own_zeros(self, zeros: int) -> int:
-        """XLA:CPU makes equal zeros once, and copies of them for all others that write there, before anything else is done."""
-        if zeros not in self._written_zeros:
-            self._written_zeros.add(zeros)
-            return zeros
-        copied = self._again(zeros, Form.KERNEL)
-        self.arrays.nodes[copied].is_zero = True
-        return copied
-
     def _scattered_onto(self, step: Run) -> tuple[int, ...] | None:
         """For x + scatter-add(0, …), which XLA turns into scatter-add(x, …): the inputs of that scatter."""
         for position, buffer in enumerate(step.operands):
@@ -406,81 +328,15 @@ class _Builder:
             if buffer is None or other is None or other == buffer or self._uses[buffer] != 1:
                 continue
             scatter = self.arrays.nodes[self.at[buffer]]
-            if scatter.form is not Form.IN_PLACE or scatter.source is None or scatter.source.primitive != "scatter-add":
+            if (
+                scatter.form is not Form.IN_PLACE
+                or scatter.source is None
+                or scatter.source.primitive not in SCATTERED_SUMS
+            ):
                 continue
             if scatter.value == buffer.value and self.arrays.nodes[scatter.inputs[0]].is_zero:
                 return self.at[other], *scatter.inputs[1:]
         return None
-
-    def _random_bits(self, step: Run, keys: tuple[int, ...]) -> None:
-        """XLA:CPU hashes in a loop over two arrays of 32-bit words, which its consumers then mix as they need them."""
-        operator, result = step.operator, step.results[0]
-        words = 4 * math.prod(self._shape(result))
-        halves = [self._add(Form.KERNEL, keys, words, self._tenant(operator), result.value, operator) for _ in range(2)]
-        next_round = self._add(Form.KERNEL, tuple(halves), 2 * words, Tenant.LOOP, result.value, operator)
-        loop = self._add(Form.LOOP, (*halves, next_round), 0, Tenant.LOOP, -1, operator)
-        after = [
-            self._add(Form.RENAME, (half, loop), words, self._tenant(operator), result.value, operator)
-            for half in halves
-        ]
-        node = self.arrays.nodes[self._buffer(Form.CHEAP, tuple(after), result, self._tenant(operator), operator)]
-        node.elementwise, node.unary = True, False
-
-    def _widened(self, node: int, shape: tuple[int, ...]) -> int:
-        """An operand of elementwise work in the shape of the result: dimensions of size one are broadcast first."""
-        narrow = self.arrays.nodes[node].shape
-        return (
-            node if not narrow or narrow == shape else self._once((node, shape), partial(self._broadcast, node, shape))
-        )
-
-    def _broadcast(self, narrow: int, shape: tuple[int, ...]) -> int:
-        number = self._again(narrow, Form.CHEAP)
-        node = self.arrays.nodes[number]
-        node.size_bytes = self._program.values[node.value].itemsize_bytes * math.prod(shape)
-        node.shape = shape
-        node.widens = True
-        node.in_library = self._dtype(node.value) in LIBRARY_TYPES
-        return number
-
-    def _dot(self, step: Run) -> None:
-        operator = step.operator
-        contracting, batch = operator.equation.params["dimension_numbers"]
-        inputs = []
-        ranks = {len(self._shape(buffer)) for buffer in step.operands if buffer is not None}
-        plain = ranks == {len(batch[0]) + 2}
-        for side, buffer in enumerate(step.operands):
-            assert buffer is not None
-            node = self.at[buffer]
-            shape = self.arrays.nodes[node].shape
-            order = _dot_order(len(shape), contracting[side], batch[side], side)
-            if self._on_cpu and not _read_as_it_lies(shape, order, batch[side], plain=plain):
-                node = self._relayout(node, order)
-            elif len(shape) > len(batch[side]) + 2:
-                node = self._once((node, "matrix"), partial(self._again, node, Form.RENAME))
-            inputs.append(node)
-        number, _ = self._computed(Form.KERNEL, tuple(inputs), step)
-        if len(self.arrays.nodes[number].shape) > len(batch[0]) + 2:
-            self.at[step.results[0]] = self._once((number, "array"), partial(self._again, number, Form.RENAME))
-
-    def _convolution(self, step: Run) -> None:
-        """XLA:CPU reads (batch, space, features) and (space, inward, outward), and writes (batch, space, features)."""
-        numbers = step.operator.equation.params["dimension_numbers"]
-        batch, inward, *space = numbers.lhs_spec
-        outward, summed, *window = numbers.rhs_spec
-        inputs = []
-        for buffer, order in zip(step.operands, ((batch, *space, inward), (*window, summed, outward)), strict=True):
-            assert buffer is not None
-            node = self.at[buffer]
-            inputs.append(self._relayout(node, order) if self._is_moved(node, order) else node)
-        number, _ = self._computed(Form.KERNEL, tuple(inputs), step)
-        batch, features, *space = numbers.out_spec
-        if self._is_moved(number, (batch, *space, features)):
-            self.at[step.results[0]] = self._relayout(number, (batch, *space, features))
-
-    def _is_moved(self, node: int, order: tuple[int, ...]) -> bool:
-        """Whether elements move in memory when the dimensions are put into this order."""
-        long = [dim for dim in order if self.arrays.nodes[node].shape[dim] > 1]
-        return long != sorted(long)
 
     def _computed(self, form: Form, inputs: tuple[int, ...], step: Run) -> tuple[int, bool]:
         """The node of an operator's result, and whether it is new: equal work is done once, as XLA sees to it."""
@@ -490,7 +346,7 @@ class _Builder:
             if same_equation(equation, operator.equation):
                 self.at[result] = known
                 return known, False
-        number = self._buffer(form, inputs, result, self._tenant(operator), operator)
+        number = self.buffer(form, inputs, result, self.tenant_of(operator), operator)
         alike.append((operator.equation, number))
         return number, True
 
@@ -520,28 +376,28 @@ class _Builder:
             if start <= position < start + carries:
                 result = step.results[position - start]
                 source = () if node is None else (node,)
-                node = self._add(Form.IN_PLACE, source, self._bytes(result), Tenant.LOOP, result.value, operator)
+                node = self.add(Form.IN_PLACE, source, self.bytes_of(result), Tenant.LOOP, result.value, operator)
                 owned.append(node)
             if node is not None:
                 inputs.append(node)
         for buffer in step.results[carries:]:
-            owned.append(self._add(Form.KERNEL, (), self._bytes(buffer), Tenant.LOOP, buffer.value, operator))
-        loop = self._add(Form.LOOP, (*inputs, *owned[carries:]), 0, Tenant.LOOP, -1, operator)
+            owned.append(self.add(Form.KERNEL, (), self.bytes_of(buffer), Tenant.LOOP, buffer.value, operator))
+        loop = self.add(Form.LOOP, (*inputs, *owned[carries:]), 0, Tenant.LOOP, -1, operator)
         pairs = tuple((body_start + k, k) for k in range(carries))
         self.arrays.nodes[loop].inner = arrays_of(step.bodies[-1], pairs, self._platform, scan)
         for buffer, node in zip(step.results, owned, strict=True):
-            self._buffer(Form.RENAME, (node, loop), buffer, Tenant.LOOP, operator)
+            self.buffer(Form.RENAME, (node, loop), buffer, Tenant.LOOP, operator)
 
     def _branches(self, step: Run) -> None:
         operator = step.operator
         inputs = tuple(self.at[buffer] for buffer in step.operands if buffer is not None)
         owned = [
-            self._add(Form.KERNEL, inputs, self._bytes(buffer), self._tenant(operator), buffer.value, operator)
+            self.add(Form.KERNEL, inputs, self.bytes_of(buffer), self.tenant_of(operator), buffer.value, operator)
             for buffer in step.results
         ]
         branches = []
         for body in step.bodies:
-            branches.append(self._add(Form.LOOP, (*inputs, *owned), 0, Tenant.LOOP, -1, operator))
+            branches.append(self.add(Form.LOOP, (*inputs, *owned), 0, Tenant.LOOP, -1, operator))
             self.arrays.nodes[branches[-1]].inner = arrays_of(body, (), self._platform)
         for buffer, node in zip(step.results, owned, strict=True):
-            self._buffer(Form.RENAME, (node, *branches), buffer, self._tenant(operator), operator)
+            self.buffer(Form.RENAME, (node, *branches), buffer, self.tenant_of(operator), operator)

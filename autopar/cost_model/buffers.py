@@ -6,7 +6,8 @@ XLA computes an array inside the kernels that read it when that is cheap, and ke
 * costly work is done once, so what several kernels need is kept, be it through cheap work that each of them repeats;
 * cheap work is repeated in each reader, unless it has several large inputs and its readers cannot all be one kernel;
 * XLA:CPU's reductions read memory, but for what its library computes with them (:mod:`autopar.cost_model.library`);
-* XLA:GPU's kernels write over an operand only if they read the array itself, not another shape of its bytes.
+* a kernel writes over an operand only if both have one element type and it reads the array itself, not another shape of its
+  bytes; XLA:CPU lets what a product of matrices made be overwritten by arrays of that shape, and its library overwrites nothing.
 
 XLA:CPU then runs kernels breadth first: a kernel queues up when the last of its operands is there, and first come is
 first served.  So gathered parameters and zeros to accumulate into exist from the very start.
@@ -113,7 +114,6 @@ class _Tracer:
             equally = _NOTHING
         if number == root:
             self.kernels.owner[number], self.kernels.reads[number] = number, given
-            self.kernels.overwrites[number] = equally
             given = equally = frozenset((number,))
         self._given[number] = self._inside[number] = given
         self._equal[number] = equally
@@ -126,7 +126,7 @@ class _Tracer:
         given = _union(self._given[i] for i in node.inputs)
         self._given[number] = given
         self._inside[number] = self._inside[source] | given if others else self._inside[source]
-        is_view = source in self.kernels.owner and not self._on_cpu
+        is_view = node.shape != self.kernels.nodes[source].shape if self._on_cpu else source in self.kernels.owner
         self._equal[number] = _NOTHING if is_view else self._equal[source]
         if number in self._standing and source in self.kernels.owner and not others:
             self.kernels.reads[number] = given
@@ -141,9 +141,10 @@ class _Tracer:
         kernels.owner[number], kernels.reads[number] = number, reads
         self._given[number] = self._inside[number] = self._equal[number] = own
         if fused:
-            kernels.overwrites[number] = self._equally_read(node)
+            equal = self._equally_read(node)
+            kernels.overwrites[number] = frozenset(i for i in equal if kernels.nodes[i].dtype == node.dtype)
             if node.form is Form.CHEAP and node.unary and len(reads) <= REPEATED_READS:
-                self._inside[number], self._equal[number] = reads, kernels.overwrites[number]
+                self._inside[number], self._equal[number] = reads, equal
         elif node.form is Form.IN_PLACE and node.inputs:
             kernels.overwrites[number] = self._given[node.inputs[0]]
 

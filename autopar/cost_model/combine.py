@@ -89,6 +89,11 @@ def _post_order(arrays: Arrays) -> list[int]:
     return _visited(arrays.outputs, reads)
 
 
+def ranks(arrays: Arrays) -> dict[int, int]:
+    """The place of each node with a buffer in XLA's order."""
+    return {node: place for place, node in enumerate(_post_order(arrays))}
+
+
 def _visited(last: Iterable[int | None], reads: Callable[[int], Iterable[int]]) -> list[int]:
     """All that is read to make ``last``, depth first, each after what it reads."""
     order: list[int] = []

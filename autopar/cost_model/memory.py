@@ -4,13 +4,14 @@ With scratch buffers b of s_b bytes, each needed from position i_b to j_b in the
 
     temp ≥ max_t Σ {s_b : i_b ≤ t ≤ j_b}        total = argument + output − alias + temp
 
-and a little more where no fixed offsets reach the bound.  Which buffers there are and in which order they are filled is
-said by :mod:`autopar.cost_model.buffers`; which of them share bytes is decided here as XLA does it:
+and a little more where no fixed offsets reach the bound (:mod:`autopar.cost_model.heap`).  Which buffers there are and in which
+order they are filled is said by :mod:`autopar.cost_model.buffers`; which of them share bytes is decided here as XLA does it:
 
-* an elementwise kernel writes over an operand that dies with it;
+* what is made in place has the buffer of its operand, from the start;
 * a donated argument's bytes take the result that replaces it; if the argument is still read after that, it is copied
   first;
-* while bytes of a donated argument or of a result are idle they serve as scratch space;
+* while bytes of a donated argument or of a result are idle they serve as scratch space (:mod:`autopar.cost_model.rooms`);
+* an elementwise kernel writes over an operand that dies with it;
 * of arrays in the memory of the host some are in flight at any time (:mod:`autopar.cost_model.hosted`).
 
 The referee is ``compiled.memory_analysis()`` of XLA:CPU.  For other platforms the order of work is a guess.
@@ -19,19 +20,19 @@ The referee is ``compiled.memory_analysis()`` of XLA:CPU.  For other platforms t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
-
-import numpy as np
 
 from autopar import _compat
 from autopar.cost_model.arrays import arrays_of
 from autopar.cost_model.buffers import Kernels, kernels_of, order_of, precedence
-from autopar.cost_model.combine import joined
+from autopar.cost_model.combine import joined, ranks
+from autopar.cost_model.heap import Span, packed_bytes
 from autopar.cost_model.hosted import hosted_bytes
 from autopar.cost_model.nodes import Arrays, Form, Node, Tenant
+from autopar.cost_model.rooms import Room, Tenancy, without_lodgers
 from autopar.cost_model.tenants import largest_tenants
 from autopar.graph.fusion import Fusion
 from autopar.plan import Memory
@@ -40,34 +41,9 @@ from autopar.schedule.spmd import SpmdProgram
 POINTER_BYTES = 8
 """Several results are a tuple in XLA: one pointer each."""
 
-PACKED_BUFFERS = 512
-"""So many of the biggest buffers are given offsets; smaller ones fit between them."""
-
-NEGLIGIBLE_SHARE = 1e-3
-"""Buffers below this share of the biggest are not moved into idle arguments: they are many, and it changes nothing."""
-
 NO_NAMES: Mapping[int, str] = MappingProxyType({})
 
 OF_A_PHASE = frozenset((Tenant.ACTIVATION, Tenant.GRADIENT, Tenant.UPDATE))
-
-
-@dataclass(slots=True)
-class Tenancy:
-    """A buffer: who lives in it (the last node, if several do one after the other), and from when to when."""
-
-    node: int
-    size_bytes: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """``size_bytes`` needed from one time to another; what runs in a loop's body lies within the loop's one unit."""
-
-    size_bytes: int
-    start: float
-    stop: float
 
 
 @dataclass(frozen=True)
@@ -160,32 +136,57 @@ def timeline(arrays: Arrays, platform: str, *, outermost: bool = True) -> Timeli
     arrays = joined(arrays) if platform == "cpu" else arrays
     kernels = kernels_of(arrays, platform)
     position = order_of(kernels, len(arrays.pairs) + 1, platform)
-    end: dict[int, int] = {}
     readers: dict[int, list[int]] = {}
     for kernel, reads in kernels.reads.items():
         for read in reads:
-            owner = kernels.owner.get(read, read)
-            end[owner] = max(end.get(owner, 0), position[kernel])
-            readers.setdefault(owner, []).append(kernel)
-    buffers, idle = _donations(arrays, kernels, position, readers)
-    if outermost:
-        idle += _unfilled_results(arrays, kernels, position)
+            readers.setdefault(kernels.owner.get(read, read), []).append(kernel)
+    rank = ranks(arrays)
     results = {kernels.owner[node] for node in arrays.outputs if node is not None and node in kernels.owner}
-    buffers += _scratch(kernels, position, end, results)
-    buffers += _in_flight(arrays, position)
-    buffers = _lodge(buffers, idle)
+    buffers = _buffers(kernels, position, readers, results)
+    copies, rooms = _donations(arrays, kernels, buffers, position, readers)
+    if outermost:
+        rooms += _rooms_of_results(arrays, kernels, buffers)
+    scratch = [buffer for number, buffer in buffers.items() if buffer.node == number and number not in results]
+    rooms = [replace(room, rank=rank.get(room.tenants[-1].node, 0)) for room in rooms]
+    lodging = [*copies, *scratch, *_in_flight(arrays, position)]
+    kept = without_lodgers(lodging, rooms, kernels.overwrites, rank)
     bodies = [
         (position[number], timeline(node.inner, platform, outermost=False))
         for number, node in enumerate(arrays.nodes)
         if node.inner is not None
     ]
-    return _fullest(arrays.nodes, buffers, bodies)
+    return _fullest(arrays.nodes, _one_over_another(kept, kernels), bodies, rank)
+
+
+def _buffers(
+    kernels: Kernels, position: Mapping[int, int], readers: Mapping[int, list[int]], results: Collection[int]
+) -> dict[int, Tenancy]:
+    """The buffer of each kernel's array; what is made in place has that of its operand."""
+    found: dict[int, Tenancy] = {}
+    for number in sorted(kernels.reads, key=position.__getitem__):
+        node, now = kernels.nodes[number], position[number]
+        if node.form in (Form.LOOP, Form.RENAME):
+            continue
+        end = max((position[reader] for reader in readers.get(number, ())), default=now)
+        under = kernels.overwrites.get(number, ()) if node.form is Form.IN_PLACE else ()
+        operands = {kernels.owner[read] for read in under} - {*results}
+        old = next((found[operand] for operand in sorted(operands) if operand in found), None)
+        if old is not None and old.end == now and old.size_bytes == node.size_bytes:
+            old.node, old.end, old.is_shared = number, max(end, now), True
+            found[number] = old
+        else:
+            found[number] = Tenancy(number, node.size_bytes, now, max(end, now))
+    return found
 
 
 def _donations(
-    arrays: Arrays, kernels: Kernels, position: Mapping[int, int], readers: Mapping[int, list[int]]
-) -> tuple[list[Tenancy], list[Tenancy]]:
-    """Copies of donated inputs that may still be read when their successors are written; when donated bytes are idle.
+    arrays: Arrays,
+    kernels: Kernels,
+    buffers: Mapping[int, Tenancy],
+    position: Mapping[int, int],
+    readers: Mapping[int, list[int]],
+) -> tuple[list[Tenancy], list[Room]]:
+    """Copies of donated inputs that may still be read when their successors are written; who has donated bytes when.
 
     XLA decides on copies before it knows the order of work, so what counts is whether a reader *must* come first.
     """
@@ -198,7 +199,7 @@ def _donations(
         if successor is not None and kernels.nodes[successor].form is not Form.INPUT:
             pairs.append((given, successor))
     comes_first = precedence(kernels, position, {reader for given, _ in pairs for reader in readers.get(given, ())})
-    copies, idle = [], []
+    copies, rooms = [], []
     for moment, (given, successor) in enumerate(pairs, start=1):
         size = kernels.nodes[given].size_bytes
         last = max((position[reader] for reader in readers.get(given, ())), default=0)
@@ -208,8 +209,8 @@ def _donations(
         ):
             copies.append(Tenancy(given, size, moment, last))
             last = moment
-        idle.append(Tenancy(given, size, last + 1, position[successor] - 1))
-    return copies, idle
+        rooms.append(Room(size, (Tenancy(given, size, 0, last), buffers[successor])))
+    return copies, rooms
 
 
 def _in_flight(arrays: Arrays, position: Mapping[int, int]) -> list[Tenancy]:
@@ -220,66 +221,48 @@ def _in_flight(arrays: Arrays, position: Mapping[int, int]) -> list[Tenancy]:
     return [Tenancy(arrays.in_flight, arrays.nodes[arrays.in_flight].size_bytes, 1, max(1, last))]
 
 
-def _unfilled_results(arrays: Arrays, kernels: Kernels, position: Mapping[int, int]) -> list[Tenancy]:
-    """The bytes of results that take over no argument's, until they are filled."""
+def _rooms_of_results(arrays: Arrays, kernels: Kernels, buffers: Mapping[int, Tenancy]) -> list[Room]:
+    """The bytes of results that take over no argument's."""
     taken_over = {output for _, output in arrays.pairs} | arrays.hosted.outputs
     makers = [
         kernels.owner[node]
         for output, node in enumerate(arrays.outputs)
         if node is not None and output not in taken_over and node in kernels.owner
     ]
-    return [
-        Tenancy(maker, kernels.nodes[maker].size_bytes, 1, position[maker] - 1)
-        for maker in dict.fromkeys(makers)
-        if maker in position
-    ]
+    made = [buffers[maker] for maker in dict.fromkeys(makers) if maker in buffers]
+    return [Room(buffer.size_bytes, (buffer,)) for buffer in made]
 
 
-def _scratch(kernels: Kernels, position: Mapping[int, int], end: Mapping[int, int], results: set[int]) -> list[Tenancy]:
-    """Scratch buffers; a kernel that may write over an operand of its size that dies with it takes its buffer."""
-    found: dict[int, Tenancy] = {}
-    buffers = []
-    for number in sorted(kernels.reads, key=position.__getitem__):
-        node, now = kernels.nodes[number], position[number]
-        if node.form in (Form.LOOP, Form.RENAME) or number in results:
-            continue
-        stop = max(end.get(number, now), now)
-        for read in sorted(kernels.overwrites.get(number, ())):
-            old = found.get(kernels.owner[read])
-            if old is not None and old.end == now and old.size_bytes == node.size_bytes:
-                old.node, old.end = number, stop
-                found[number] = old
+def _one_over_another(buffers: Sequence[Tenancy], kernels: Kernels) -> list[list[Tenancy]]:
+    """Buffers that have the same bytes, one after the other: a kernel writes over an operand of its size that dies with it."""
+    last: dict[int, list[Tenancy]] = {}
+    found = []
+    for buffer in sorted(buffers, key=lambda buffer: buffer.start):
+        under = () if buffer.is_shared else sorted(kernels.overwrites.get(buffer.node, ()))
+        for operand in under:
+            old = last.get(kernels.owner[operand])
+            if old is not None and _gives_way(old[-1], buffer):
+                del last[old[-1].node]
+                old.append(buffer)
                 break
         else:
-            found[number] = Tenancy(number, node.size_bytes, now, stop)
-            buffers.append(found[number])
-    return buffers
+            old = [buffer]
+            found.append(old)
+        last[buffer.node] = old
+    return found
 
 
-def _lodge(buffers: list[Tenancy], idle: list[Tenancy]) -> list[Tenancy]:
-    """The buffers that are left when idle donated bytes are used: big ones first, each into the smallest that fits."""
-    if not buffers or not idle:
-        return buffers
-    least = NEGLIGIBLE_SHARE * max(buffer.size_bytes for buffer in buffers)
-    holes = sorted((hole.size_bytes, hole.start, hole.end) for hole in idle if hole.size_bytes >= least)
-    sizes, starts, ends = np.array(holes, dtype=np.int64).reshape(-1, 3).T
-    kept = []
-    for buffer in sorted(buffers, key=lambda buffer: -buffer.size_bytes):
-        fits = (sizes >= max(buffer.size_bytes, least)) & (starts <= buffer.start) & (ends >= buffer.end)
-        if buffer.size_bytes < least or not fits.any():
-            kept.append(buffer)
-            continue
-        k = int(fits.argmax())  # what is left of the hole are two, before and after
-        sizes = np.insert(sizes, k, sizes[k])
-        starts = np.insert(starts, k + 1, buffer.end + 1)
-        ends = np.insert(ends, k, buffer.start - 1)
-    return kept
+def _gives_way(old: Tenancy, new: Tenancy) -> bool:
+    return old.end == new.start and old.size_bytes == new.size_bytes and not old.is_shared
 
 
-def _fullest(nodes: list[Node], buffers: list[Tenancy], bodies: list[tuple[int, Timeline]]) -> Timeline:
+def _fullest(
+    nodes: list[Node], buffers: list[list[Tenancy]], bodies: list[tuple[int, Timeline]], rank: Mapping[int, int]
+) -> Timeline:
+    """``buffers`` are those that have the same bytes, one after the other."""
     change: Counter[int] = Counter()
     for size, start, stop in [
-        *((buffer.size_bytes, buffer.start, buffer.end) for buffer in buffers),
+        *((one[0].size_bytes, one[0].start, one[-1].end) for one in buffers),
         *((body.live_bytes, moment, moment) for moment, body in bodies),
     ]:
         change[start] += size
@@ -289,38 +272,28 @@ def _fullest(nodes: list[Node], buffers: list[Tenancy], bodies: list[tuple[int, 
         held += change[moment]
         if held > peak:
             peak, when = held, moment
-    tenants = [(nodes[buffer.node], buffer.size_bytes) for buffer in buffers if buffer.start <= when <= buffer.end]
-    spans = [Span(buffer.size_bytes, buffer.start, buffer.end + 1) for buffer in buffers]
+    tenants = [(nodes[one[-1].node], one[0].size_bytes) for one in buffers if one[0].start <= when <= one[-1].end]
+    spans = [
+        Span(
+            one[0].size_bytes,
+            one[0].start,
+            one[-1].end + 1,
+            rank.get(one[0].node, 0),
+            tuple(after.start for after in one[1:]),
+        )
+        for one in buffers
+    ]
     for moment, body in bodies:
         length = max((span.stop for span in body.spans), default=1.0)
         spans += [
-            Span(span.size_bytes, moment + span.start / length, moment + span.stop / length) for span in body.spans
+            replace(
+                span,
+                start=moment + span.start / length,
+                stop=moment + span.stop / length,
+                handed_over=tuple(moment + time / length for time in span.handed_over),
+            )
+            for span in body.spans
         ]
         if moment == when:
             tenants += body.tenants
     return Timeline(peak, tuple(tenants), tuple(spans))
-
-
-def packed_bytes(spans: Sequence[Span]) -> int:
-    """Bytes of one block that holds the biggest of ``spans`` at fixed offsets, those of overlapping times apart.
-
-    Biggest first, each into the smallest hole that is long enough, as XLA does; ties in two orders, of which the
-    better counts.
-    """
-    biggest = sorted(spans, key=lambda span: (-span.size_bytes, span.start))[:PACKED_BUFFERS]
-    longest = sorted(biggest, key=lambda span: (-span.size_bytes, span.start - span.stop))
-    return min(_pack(biggest), _pack(longest))
-
-
-def _pack(spans: Sequence[Span]) -> int:
-    start, stop = np.array([(span.start, span.stop) for span in spans]).reshape(-1, 2).T
-    low, high = np.zeros((2, len(spans)), dtype=np.int64)
-    for number, span in enumerate(spans):
-        near = np.flatnonzero((start[:number] < span.stop) & (stop[:number] > span.start))
-        near = near[np.argsort(low[near], kind="stable")]
-        tops = np.concatenate(([0], np.maximum.accumulate(high[near])))
-        holes = low[near] - tops[:-1]
-        fits = np.flatnonzero(holes >= span.size_bytes)
-        low[number] = tops[fits[np.argmin(holes[fits])]] if len(fits) else tops[-1]
-        high[number] = low[number] + span.size_bytes
-    return int(high.max(initial=0))

@@ -51,6 +51,7 @@ class Node:
     value: int
     source: Operator | None
     shape: tuple[int, ...] = ()
+    dtype: str = ""
     elementwise: bool = False
     unary: bool = True
     widens: bool = False

@@ -234,7 +234,10 @@ def simulate_pipeline(
     def temporary_bytes(task: Task) -> float:
         return 0.0 if task.part is Part.MOVE else costs[task.stage].executables[task.part, task.segment].temp_bytes
 
-    work = Work(task_seconds, loads.__getitem__, slot_bytes, temporary_bytes)
+    given: dict[int, list[Slot]] = {}
+    for slot in pipeline.lists.given:
+        given.setdefault(pipeline.homes[slot.stage], []).append(slot)
+    work = Work(task_seconds, loads.__getitem__, slot_bytes, temporary_bytes, given)
     return simulate(pipeline.lists.lists, work, machine_of(pipeline, cluster))
 
 

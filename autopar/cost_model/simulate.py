@@ -42,13 +42,15 @@ class Work:
     """What the instructions stand for: seconds of a task on its mesh at speed 1, the load of a transfer's messages, bytes
     of a slot and of a task's temporaries on one device.
 
-    Without ``slot_bytes`` no memory is counted.
+    Without ``slot_bytes`` no memory is counted.  ``given`` are slots that a mesh holds from the start, by its number, also those
+    that no instruction names.
     """
 
     task_seconds: Callable[[Task], float]
     load: Callable[[int], Load] = field(default=lambda transfer: Load())
     slot_bytes: Callable[[Slot], float] | None = None
     temporary_bytes: Callable[[Task], float] = field(default=lambda task: 0.0)
+    given: Mapping[int, Sequence[Slot]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +215,7 @@ class _Simulator:
         for number, mesh in enumerate(self.meshes):
             written: set[Slot] = set()
             brought: set[Slot] = set()
-            given: dict[Slot, None] = {}
+            given: dict[Slot, None] = dict.fromkeys(self.work.given.get(number, ()))
             for position, instruction in enumerate(mesh.instructions):
                 if isinstance(instruction, Run):
                     given.update((slot, None) for slot in instruction.inputs if slot not in written)

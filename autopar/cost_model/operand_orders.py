@@ -1,0 +1,96 @@
+"""In which order of dimensions do XLA:CPU's products and convolutions read their operands and leave their results?
+
+A product reads stacks of matrices, (batch, free, summed) and (batch, summed, free), each matrix in either orientation, and leaves
+(batch, free, free); a convolution reads (batch, space, features) and (space, inward, outward).  What lies otherwise is copied
+first.  The result of a product of more than matrices is another shape of the matrices' bytes: no kernel that reads it so can
+write over it.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+from autopar.cost_model.array_list import ArrayList
+from autopar.cost_model.nodes import Form
+from autopar.schedule.spmd import Run
+
+
+def operands_of_product(nodes: ArrayList, step: Run) -> tuple[int, ...]:
+    """What a product reads."""
+    contracting, batch = step.operator.equation.params["dimension_numbers"]
+    inputs = []
+    ranks = {len(nodes.shape_of(buffer)) for buffer in step.operands if buffer is not None}
+    plain = ranks == {len(batch[0]) + 2}
+    for side, buffer in enumerate(step.operands):
+        assert buffer is not None
+        node = nodes.at[buffer]
+        shape = nodes.arrays.nodes[node].shape
+        order = _dot_order(len(shape), contracting[side], batch[side], side)
+        if nodes.on_cpu and not _read_as_it_lies(shape, order, batch[side], plain=plain):
+            node = nodes.relayout(node, order)
+        elif len(shape) > len(batch[side]) + 2:
+            node = nodes.once((node, "matrix"), partial(nodes.again, node, Form.RENAME))
+        inputs.append(node)
+    return tuple(inputs)
+
+
+def result_of_product(nodes: ArrayList, step: Run, product: int) -> int:
+    """The array that a product leaves, where the product itself is of (stacks of) matrices."""
+    contracting, batch = step.operator.equation.params["dimension_numbers"]
+    shape, stacked = nodes.shape_of(step.results[0]), len(batch[0])
+    if len(shape) <= stacked + 2:
+        return product
+    assert step.operands[0] is not None
+    array = nodes.once((product, "array"), partial(nodes.again, product, Form.RENAME))
+    nodes.arrays.nodes[array].shape = shape
+    rows = len(nodes.shape_of(step.operands[0])) - len(contracting[0])
+    nodes.arrays.nodes[product].shape = (
+        *shape[:stacked],
+        math.prod(shape[stacked:rows]),
+        math.prod(shape[rows:]),
+    )
+    return array
+
+
+def operands_of_convolution(nodes: ArrayList, step: Run) -> tuple[int, ...]:
+    """What a convolution reads."""
+    numbers = step.operator.equation.params["dimension_numbers"]
+    batch, inward, *space = numbers.lhs_spec
+    outward, summed, *window = numbers.rhs_spec
+    inputs = []
+    for buffer, order in zip(step.operands, ((batch, *space, inward), (*window, summed, outward)), strict=True):
+        assert buffer is not None
+        inputs.append(_in_order(nodes, nodes.at[buffer], order))
+    return tuple(inputs)
+
+
+def result_of_convolution(nodes: ArrayList, step: Run, made: int) -> int:
+    """The array that a convolution leaves."""
+    batch, features, *space = step.operator.equation.params["dimension_numbers"].out_spec
+    return _in_order(nodes, made, (batch, *space, features))
+
+
+def _in_order(nodes: ArrayList, node: int, order: tuple[int, ...]) -> int:
+    """An array with its dimensions in an order, itself where no element moves for that."""
+    long = [dim for dim in order if nodes.arrays.nodes[node].shape[dim] > 1]
+    return node if long == sorted(long) else nodes.relayout(node, order)
+
+
+def _dot_order(rank: int, summed: tuple[int, ...], batch: tuple[int, ...], side: int) -> tuple[int, ...]:
+    """The order of dimensions that XLA:CPU's matrix products want: (batch, free, summed) and (batch, summed, free)."""
+    free = tuple(dim for dim in range(rank) if dim not in summed and dim not in batch)
+    return (*batch, *free, *summed) if side == 0 else (*batch, *summed, *free)
+
+
+def _read_as_it_lies(shape: tuple[int, ...], order: tuple[int, ...], batch: tuple[int, ...], *, plain: bool) -> bool:
+    """Whether a product reads an operand without a copy: in the order wanted, or matrices in either orientation.
+
+    Unless the product is ``plain``, of (stacks of) matrices, XLA makes it so first, and then turns by a copy what has
+    dimensions of size one besides.
+    """
+    long = [dim for dim in order if shape[dim] > 1]
+    stacked = [dim for dim in long if dim in batch]
+    rest = sorted(dim for dim in long if dim not in batch)
+    either = len(rest) == 2 and (plain or len(long) == len(shape))
+    return long == sorted(long) or (either and [*stacked, *rest] == sorted(long))
