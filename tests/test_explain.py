@@ -353,7 +353,7 @@ def test_a_dimension_that_does_not_divide_is_named_with_what_padding_saves() -> 
 
 
 def test_after_a_run_the_prediction_is_held_against_the_measurement() -> None:
-    step = autopar.parallelize(mlp_step, stages=1)
+    step = autopar.parallelize(mlp_step, stages=1, mesh_shape=(8,))
     with pytest.raises(AutoparError, match="has not been called yet"):
         autopar.explain(step)
     state, batch = mlp_state(**SMALL), mlp_batch(SMALL["width"], 32)
