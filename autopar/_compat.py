@@ -13,13 +13,13 @@ import functools
 import importlib.util
 import os
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
 import jax.extend.core as jex
-from jax._src import core, debugging, distributed, dtypes, source_info_util
+from jax._src import config, core, debugging, distributed, dtypes, source_info_util
 from jax._src import mesh as jax_mesh
 from jax.experimental import topologies
 from jax.interpreters import partial_eval
@@ -30,6 +30,7 @@ Literal = jex.Literal
 Jaxpr = jex.Jaxpr
 ClosedJaxpr = jex.ClosedJaxpr
 JaxprEqn = jex.JaxprEqn
+Primitive = jex.Primitive
 Tracer = jax.core.Tracer
 
 HEARTBEAT_SECONDS = 10
@@ -118,6 +119,12 @@ def eliminate_dead_code(jaxpr: Any, keep_inputs: Sequence[bool]) -> tuple[Any, l
     Inputs not in ``keep_inputs`` go if unused. Returns the open jaxpr and which inputs remain.
     """
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), list(keep_inputs))
+
+
+def lowering_context() -> Hashable:
+    """All of JAX's configuration on which tracing and lowering depend: equal where both give the same."""
+    context: Hashable = config.trace_context()
+    return context
 
 
 def _debug_info_for(info: Any, num_inputs: int, num_outputs: int) -> Any:

@@ -95,6 +95,7 @@ class _Enumerator:
     def __init__(self, graph: Graph, state_pairs: tuple[tuple[int, int], ...], mesh: Mesh, cluster: Cluster) -> None:
         assert not any(operator.bodies for operator in graph.operators)
         self.graph, self.mesh, self.cluster = graph, mesh, cluster
+        self.known: dict[tuple[int, Layout, Layout], float] = {}  # seconds of resharding
         self.returned = {output: graph.inputs[source] for source, output in state_pairs}
         self.fusion = fuse(graph)
         self.readers: dict[int, list[Operator]] = defaultdict(list)
@@ -437,6 +438,12 @@ class _Enumerator:
         return exchanged < scattered
 
     def _reshard(self, value: int, source: Layout, target: Layout) -> float:
+        key = value, source, target
+        if key not in self.known:
+            self.known[key] = self._reshard_seconds(value, source, target)
+        return self.known[key]
+
+    def _reshard_seconds(self, value: int, source: Layout, target: Layout) -> float:
         array = self.graph.values[value]
         total, layout = 0.0, source
         for move in moves_between(array.shape, source, target, self.mesh):

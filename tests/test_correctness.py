@@ -34,7 +34,7 @@ NOISE_PATH, NOISE = "['key']['bias']", 1e-11
 
 SAMPLE = (
     ("gpt", "auto"),
-    ("gpt_remat", "data_parallel"),
+    ("mlp_nnx", "data_parallel"),
     ("mlp_nnx", "tensor_parallel"),
     ("llama_nnx", "zero3"),
     ("two_tower", "zero2"),

@@ -216,7 +216,7 @@ PLANS = {
     "split backward passes": {"stages": 2, "schedule": "zb_h1", "num_microbatches": 4},
 }
 
-ALWAYS = ("zero3", "1f1b")
+ALWAYS = ("1f1b",)  # checkpoints go over one mesh of both processes, below
 
 
 @pytest.mark.parametrize(

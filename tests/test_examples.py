@@ -416,8 +416,15 @@ def what_it_says(scanned: bool, cut: str | None) -> tuple[float, list[int]]:
     return loss, generate.sample(state.apply_fn, params, [1, 2], TINY.sequence, 8)
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize(
+    ("scanned", "cut"),
+    [
+        (False, "first"),
+        (True, "last"),
+        pytest.param(False, "last", marks=pytest.mark.verify),
+        pytest.param(True, "first", marks=pytest.mark.verify),
+    ],
+)
 def test_what_a_model_in_pieces_says_is_what_it_says_whole(scanned: bool, cut: str) -> None:
     (loss, written), (whole_loss, whole_written) = what_it_says(scanned, cut), what_it_says(scanned, None)
     assert loss == pytest.approx(whole_loss, rel=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -352,7 +353,7 @@ def test_a_dimension_that_does_not_divide_is_named_with_what_padding_saves() -> 
 
 
 def test_after_a_run_the_prediction_is_held_against_the_measurement() -> None:
-    step = autopar.parallelize(mlp_step, stages=1)
+    step = autopar.parallelize(mlp_step, stages=1, mesh_shape=(8,))
     with pytest.raises(AutoparError, match="has not been called yet"):
         autopar.explain(step)
     state, batch = mlp_state(**SMALL), mlp_batch(SMALL["width"], 32)
@@ -372,12 +373,18 @@ def test_after_a_run_the_prediction_is_held_against_the_measurement() -> None:
     assert autopar.explain(step, state, batch).measured is None
 
 
+@functools.cache
+def small_step_that_ran() -> autopar.Parallelized:
+    step = autopar.parallelize(mlp_step, stages=1, mesh_shape=(8,), cluster=autopar.Cluster.local(profile=None))
+    step(mlp_state(**SMALL), mlp_batch(SMALL["width"], 32))
+    return step
+
+
 @pytest.mark.parametrize(
     ("times", "is_told"), [((1.0,), False), ((1.4, 1.4, 9.0), False), ((3.0, 3.2), True), ((0.2,), True)]
 )
 def test_a_prediction_far_from_the_clock_says_what_would_mend_it(times: tuple[float, ...], is_told: bool) -> None:
-    step = autopar.parallelize(mlp_step, stages=1, cluster=autopar.Cluster.local(profile=None))
-    step(mlp_state(**SMALL), mlp_batch(SMALL["width"], 32))
+    step = small_step_that_ran()
     assert step.last is not None
     step.last.step_seconds[:] = [one * step.last.plan.step_seconds for one in times]
     told = [note for note in autopar.explain(step).notes if "`autopar profile`" in note]

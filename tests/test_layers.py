@@ -63,11 +63,12 @@ def really_crossing(step: Step, position: int) -> float:
 @pytest.mark.parametrize(
     ("name", "count"),
     [
-        ("gpt", 1),
+        pytest.param("gpt", 1, marks=pytest.mark.verify),
         ("gpt", 2),
-        ("gpt_remat", 2),
+        pytest.param("gpt_remat", 2, marks=pytest.mark.verify),
         pytest.param("t5", 2, marks=pytest.mark.verify),
-        ("unet", 2),
+        ("unet", 1),
+        pytest.param("unet", 2, marks=pytest.mark.verify),
         pytest.param("llama_nnx", 2, marks=pytest.mark.verify),
         pytest.param("mlp_nnx", 2, marks=pytest.mark.verify),
         pytest.param("moe", 2, marks=pytest.mark.verify),
@@ -140,7 +141,10 @@ def test_no_cut_inside_a_scan() -> None:
     assert layers(*step_of("gpt_scan"), at_most=4) == ()
 
 
-@pytest.mark.parametrize("name", ["t5", "unet", "llama_nnx", "mlp_nnx", "moe"])
+@pytest.mark.parametrize(
+    "name",
+    ["unet", "llama_nnx", *(pytest.param(name, marks=pytest.mark.verify) for name in ("t5", "mlp_nnx", "moe"))],
+)
 def test_layers_can_be_cut(name: str) -> None:
     loop, pairs = step_of(name)
     cuts = layers(loop, pairs, at_most=4)
@@ -206,7 +210,7 @@ def test_plateaus_give_their_first_position() -> None:
 def test_recomputed_casts_of_weights_do_not_cross() -> None:
     """Half precision and rematerialisation: between blocks the activations cross, there and back, and little else."""
     config = gpt.GPTConfig(
-        vocab_size=64, sequence=16, hidden=32, layers=6, heads=4, dtype=jnp.float16, remat=True, tie_embeddings=False
+        vocab_size=64, sequence=16, hidden=32, layers=3, heads=4, dtype=jnp.float16, remat=True, tie_embeddings=False
     )
     state = jax.eval_shape(partial(gpt.create_state, jax.random.key(0), config, gpt.OptimizerConfig()))
     tokens = jax.ShapeDtypeStruct((8, config.sequence), jnp.int32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,12 @@ def predict(layers: Any, x: jax.Array) -> jax.Array:
     return x
 
 
+@functools.cache
+def step_here(**options: Any) -> autopar.Parallelized:
+    """Traced, planned and compiled once."""
+    return autopar.parallelize(train_step, **options)
+
+
 def trained(step: autopar.Parallelized) -> Any:
     state = step.init(make, batch_of(0))
     return step(state, batch_of(0))[0]
@@ -44,7 +51,7 @@ def here(tree: Any) -> Any:
 @pytest.mark.parametrize("options", OPTIONS)
 def test_results_and_layouts(options: dict[str, Any]) -> None:
     with jax.enable_x64(True):
-        step = autopar.parallelize(train_step, **options)
+        step = step_here(**options)
         state = trained(step)
         for function, tree, rows in (
             (evaluate, state, batch_of(1)),
@@ -124,7 +131,7 @@ def test_a_step_without_a_plan_is_named() -> None:
 
 def test_a_function_that_has_no_such_stages() -> None:
     with jax.enable_x64(True):
-        step = autopar.parallelize(train_step, stages=2, num_microbatches=2)
+        step = step_here(stages=2, num_microbatches=2)
         state = trained(step)
         like = autopar.parallelize(lambda params, x: x @ params[0]["w"], like=step)
         with pytest.raises(autopar.PlanError, match="runs in 2 stages, and this one has too few operators"):

@@ -240,9 +240,9 @@ def test_merging_like_nodes_does_not_change_the_optimum(speed: float, mesh: Mesh
 
 
 def test_depth_costs_nothing() -> None:
-    """As many classes, edges between them and variables with eight layers as with sixteen."""
+    """As many classes, edges between them and variables with four layers as with eight."""
     sizes = []
-    for layers in (8, 16):
+    for layers in (4, 8):
         _, problem, _ = gpt_problem(layers)
         quotient = merge_alike(problem, {})
         choices = choices_on(problem, quotient, PAIR, cluster_of(1.0, 1e-6), {})

@@ -155,7 +155,8 @@ def test_masks_are_made_in_the_trips() -> None:
 # ------------------------------------------------------------------------------------------------------- the numbers
 
 
-@pytest.mark.parametrize("kind", [Remat.FULL, pytest.param(Remat.DOTS, marks=pytest.mark.verify)])
+@pytest.mark.verify
+@pytest.mark.parametrize("kind", AGAIN)
 def test_the_scanned_gpt_on_one_mesh(kind: Remat) -> None:
     """Five steps in float64."""
     expected = reference("gpt_scan", jnp.float64, 5)
@@ -166,6 +167,10 @@ def test_the_scanned_gpt_on_one_mesh(kind: Remat) -> None:
     assert set(step.last.plan.remat.kinds) == {kind}
     assert wrong_leaves(expected.state, got.state) == {}
     assert [wrong_leaves(a, b) for a, b in zip(expected.metrics, got.metrics, strict=True)] == [{}] * 5
+
+
+def test_a_small_loop_on_one_mesh() -> None:
+    check_scanned(Remat.FULL, method="intra_op", mesh_shape=(8,))
 
 
 STAGED = (
@@ -180,26 +185,26 @@ STAGED = (
 @pytest.mark.parametrize(("schedule", "kind", "count"), STAGED)
 def test_stages_share_a_loop_that_computes_again(schedule: str, kind: Remat, count: int) -> None:
     """Dropout is drawn again from the same keys; the loop is cut between trips, and so is the one of the backward pass."""
+    step, state = check_scanned(kind, stages=2, schedule=schedule, num_microbatches=count)
+    plan = step.last.plan
+    assert plan.opening.pieces == 2
+    down = state["params"]["layers"]["down"]
+    meshes = {tuple(sorted(device.id for device in piece.devices())) for piece in down.pieces}
+    assert meshes == {tuple(sorted(stage.devices)) for stage in plan.stages}
+
+
+def check_scanned(kind: Remat, **options: Any) -> tuple[autopar.Parallelized, Any]:
+    """Three steps in float64; returns the step and its state."""
     model = Scanned(TRIPS)
     with jax.enable_x64(True):
-        step = autopar.parallelize(
-            model.train_step,
-            remat=kind,
-            stages=2,
-            schedule=schedule,
-            num_microbatches=count,
-            cluster=eight_slow_devices(),
-        )
+        step = autopar.parallelize(model.train_step, remat=kind, cluster=eight_slow_devices(), **options)
         state, expected = step.init(model.make_state, batch_of(0)), jax.jit(model.make_state)()
         for number in range(3):
             state, said = step(state, batch_of(number))
             expected, wanted = jax.jit(model.train_step)(expected, batch_of(number))
             same((state, said), (expected, wanted))
-    plan = step.last.plan
-    assert set(plan.remat.kinds) == {kind} and plan.opening.pieces == 2
-    down = state["params"]["layers"]["down"]
-    meshes = {tuple(sorted(device.id for device in piece.devices())) for piece in down.pieces}
-    assert meshes == {tuple(sorted(stage.devices)) for stage in plan.stages}
+    assert set(step.last.plan.remat.kinds) == {kind}
+    return step, state
 
 
 def same(ours: Any, theirs: Any) -> None:

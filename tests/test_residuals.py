@@ -59,13 +59,17 @@ def accounted(offload: str, schedule: str = "1f1b", shared_by: int = 1) -> tuple
 
 
 @pytest.mark.parametrize(
-    "schedule", ["1f1b", *(pytest.param(one, marks=pytest.mark.verify) for one in ("zb_h1", "gpipe"))]
+    ("name", "schedule"),
+    [
+        ("mlp_nnx", "1f1b"),
+        *(pytest.param("gpt", one, marks=pytest.mark.verify) for one in ("1f1b", "zb_h1", "gpipe")),
+    ],
 )
-def test_the_same_numbers(schedule: str, tmp_path: Any) -> None:
+def test_the_same_numbers(name: str, schedule: str, tmp_path: Any) -> None:
     """Ten steps in float64, by a plan that was a file; what lies on the host is handed on as JAX's arrays there."""
-    expected = reference("gpt", jnp.float64, STEPS)
+    expected = reference(name, jnp.float64, STEPS)
     with precision(jnp.float64):
-        model = build("gpt", dtype=jnp.float64)
+        model = build(name, dtype=jnp.float64)
         step = autopar.parallelize(
             model.train_step,
             offload="activations",

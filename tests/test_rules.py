@@ -83,6 +83,14 @@ def the_rule(function: Callable[..., Any], *arguments: Any, platform: str = "cpu
     return rules_for([equation], platform)[0]
 
 
+@pytest.fixture
+def nothing_known() -> Iterator[None]:
+    """As in a process that has asked nothing yet; what a test has made it believe is forgotten."""
+    rules_module.answered.cache_clear()
+    yield
+    rules_module.answered.cache_clear()
+
+
 @functools.cache
 def rules_of_cases(platform: str) -> dict[int, Rule]:
     with jax.threefry_partitionable(True):
@@ -298,6 +306,7 @@ def test_a_size_of_stand_in_pieces_is_not_taken_for_real() -> None:
         assert [text(rule) for rule in rules_for(equations, "cpu")] == expected
 
 
+@pytest.mark.usefixtures("nothing_known")
 def test_an_answer_for_other_shapes_than_the_stand_in_is_not_used() -> None:
     def fixed_shape(questions: Any, platform: str) -> Any:
         answers = ask(questions, platform)
@@ -423,8 +432,10 @@ def test_a_train_step_is_known_throughout(platform: str) -> None:
         assert shapes == [var.aval.shape for var in (*equation.invars, *equation.outvars)]
 
 
+@pytest.mark.usefixtures("nothing_known")
 def test_questions_do_not_grow_with_depth_or_shapes() -> None:
     def questions(equations: tuple[Any, ...]) -> int:
+        rules_module.answered.cache_clear()
         with mock.patch.object(rules_module, "ask", wraps=rules_module.ask) as asked:
             rules_for(equations, "cpu")
         return sum(len(call.args[0]) for call in asked.call_args_list)
@@ -435,13 +446,37 @@ def test_questions_do_not_grow_with_depth_or_shapes() -> None:
     assert questions(many) == 1
 
 
+@pytest.mark.usefixtures("nothing_known")
 def test_a_rulebook_asks_of_each_equation_once() -> None:
     equations = train_step_equations(2)
     book = Rulebook("cpu")
     first = book.of(equations[: len(equations) // 2])
     whole = book.of(equations)
+    rules_module.answered.cache_clear()
     assert whole == rules_for(equations, "cpu")
     assert whole[: len(first)] == first
+    rules_module.answered.cache_clear()
     with mock.patch.object(rules_module, "ask", return_value=[]) as asked:
         assert book.of(equations) == whole
     assert not any(call.args[0] for call in asked.call_args_list)
+
+
+@pytest.mark.usefixtures("nothing_known")
+def test_what_was_answered_for_one_step_is_known_of_the_next() -> None:
+    rules_for(train_step_equations(2), "cpu")
+    train_step_equations.cache_clear()
+    anew = train_step_equations(2)
+    with mock.patch.object(rules_module, "ask", return_value=[]) as asked:
+        found = rules_for(anew, "cpu")
+    assert not any(call.args[0] for call in asked.call_args_list)
+    rules_module.answered.cache_clear()
+    assert found == rules_for(anew, "cpu")
+
+
+@pytest.mark.usefixtures("nothing_known")
+def test_bodies_of_one_text_that_hold_other_constants_have_rules_of_their_own() -> None:
+    counted, zeros = np.arange(24.0).reshape(4, 6), np.zeros((4, 6))
+    book = Rulebook("cpu")
+    for values, expected in ((zeros, "a b -> a b"), (counted, "# # -> # #"), (zeros, "a b -> a b")):
+        (equation,) = jax.make_jaxpr(jax.jit(lambda x, values=values: x + values))(counted).eqns
+        assert text(book.of([equation])[0]) == text(rules_for([equation], "cpu")[0]) == expected

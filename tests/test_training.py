@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import random
@@ -34,13 +35,19 @@ def losses(run: autopar.Run) -> list[float]:
     return [float(metrics["loss"]) for _, metrics in run]
 
 
+@functools.cache
+def on_one_mesh() -> autopar.Parallelized:
+    """The step in this process: planned and compiled once for the tests that only ask what becomes of its state."""
+    return autopar.parallelize(train_step, method="data_parallel")
+
+
 @pytest.fixture
 def step(cluster: autopar.Cluster) -> autopar.Parallelized:
     return autopar.parallelize(train_step, cluster=cluster, **STAGES)
 
 
 def test_a_run_in_this_process(tmp_path: Path) -> None:
-    step = autopar.parallelize(train_step, stages=1)
+    step = on_one_mesh()
     run = autopar.Run(step, make, batches, steps=5, checkpoints=autopar.Checkpoints(tmp_path, every_steps=2))
     first = losses(run)
     assert len(first) == 5
@@ -49,9 +56,7 @@ def test_a_run_in_this_process(tmp_path: Path) -> None:
 
 
 def test_data_that_ends_ends_the_run() -> None:
-    run = autopar.Run(
-        autopar.parallelize(train_step, stages=1), make, lambda step: map(batch_of, range(step, 3)), steps=10
-    )
+    run = autopar.Run(on_one_mesh(), make, lambda step: map(batch_of, range(step, 3)), steps=10)
     assert len(losses(run)) == 3
 
 
@@ -73,7 +78,7 @@ class Places:
 
 
 def test_an_iterator_goes_back_to_its_place(tmp_path: Path) -> None:
-    step = autopar.parallelize(train_step, stages=1)
+    step = on_one_mesh()
     wanted = losses(autopar.Run(step, make, batches, steps=6))
     first = losses(autopar.Run(step, make, Places(), steps=3, checkpoints=autopar.Checkpoints(tmp_path)))
     second = losses(autopar.Run(step, make, Places(), steps=6, checkpoints=autopar.Checkpoints(tmp_path)))

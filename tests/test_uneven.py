@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,7 @@ def two_kinds(*, memory_bytes: int = 2**30) -> Cluster:
     return cluster.replace(host_devices={1: fast})
 
 
+@functools.cache
 def planned(cluster: Cluster, **options: object) -> autopar.PipelineExplanation:
     """The explanation of eight equal layers, from descriptions only."""
     model = mlp((64,) * 9, 32)

@@ -108,19 +108,26 @@ def precision(dtype: DTypeLike) -> Iterator[None]:
         yield
 
 
-def refuses_edited_plan(edit: Callable[[dict[str, Any]], None], message: str, folder: Path) -> None:
-    """A plan's file whose ``plan`` was edited by hand is refused with that message, when it is read or when it is used."""
+@functools.cache
+def _planned_toy() -> tuple[autopar.Parallelized, tuple[Any, Any]]:
+    """A step that is traced and planned once, and its arguments."""
     model = build("mlp_nnx")
     step = autopar.parallelize(model.train_step, method="data_parallel", cluster=eight_slow_devices())
-    arguments = model.abstract_state(), model.abstract_batch()
+    return step, (model.abstract_state(), model.abstract_batch())
+
+
+def refuses_edited_plan(edit: Callable[[dict[str, Any]], None], message: str, folder: Path) -> None:
+    """A plan's file whose ``plan`` was edited by hand is refused with that message, when it is read or when it is used."""
+    step, arguments = _planned_toy()
     step.plan(*arguments).save(folder / "plan.json")
     content = json.loads((folder / "plan.json").read_text())
     edit(content["plan"])
     (folder / "odd.json").write_text(json.dumps(content))
 
     def use() -> None:
-        step.use(autopar.Plan.load(folder / "odd.json"))
-        step.compile(*arguments)
+        asked = step.with_options()
+        asked.use(autopar.Plan.load(folder / "odd.json"))
+        asked.compile(*arguments)
 
     with pytest.raises(PlanError, match=message):
         use()

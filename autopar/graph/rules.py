@@ -10,7 +10,8 @@ does not say is said here:
   alone (:data:`TABLE`).
 
 An equation whose ranked operands and results all have one shape is asked about with a stand-in shape of the same rank,
-so thousands of pointwise equations cost a few dozen questions.
+so thousands of pointwise equations cost a few dozen questions.  What was answered once is known to the whole process: the
+next form of the step, and the next model, ask about what is new in them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -38,6 +40,23 @@ _PLACEMENT_PARAMETERS = frozenset({"sharding", "out_sharding"})
 def rules_for(equations: Sequence[JaxprEqn], platform: str) -> list[Rule]:
     """The rule of each equation, when lowered for ``platform`` (``cpu``, ``cuda`` or ``tpu``); see :meth:`Rulebook.of`."""
     return Rulebook(platform).of(equations)
+
+
+@dataclass(frozen=True)
+class _Answered:
+    """What this process knows of equations whose parameters are plain values; those of others may be equal by chance only."""
+
+    rules: dict[Hashable, Rule] = field(default_factory=dict)
+    patterns: dict[Hashable, Rule | None] = field(default_factory=dict)
+
+
+@functools.lru_cache(maxsize=16)
+def answered(platform: str, context: Hashable) -> _Answered:
+    """The answers for one platform and one configuration of JAX, on which both lowering and a few rules depend."""
+    return _Answered()
+
+
+_MOST_ANSWERS = 1 << 16
 
 
 class Rulebook:
@@ -63,8 +82,18 @@ class Rulebook:
         for key, equation in zip(places, equations, strict=True):
             if key not in self._known:
                 new.setdefault(key, equation)
+        shared = {key: (equation.primitive, key) for key, equation in new.items() if _is_plain(equation)}
+        memory = answered(self.platform, _compat.lowering_context())
+        for key, name in shared.items():
+            if (rule := memory.rules.get(name)) is not None:
+                self._known[key] = rule
+                del new[key]
         self._alive += new.values()
-        self._known |= zip(new, self._rules_of_distinct(list(new.values()), keys), strict=True)
+        found = dict(zip(new, self._rules_of_distinct(list(new.values()), keys), strict=True))
+        self._known |= found
+        if len(memory.rules) > _MOST_ANSWERS:
+            memory.rules.clear()
+        memory.rules.update({shared[key]: rule for key, rule in found.items() if key in shared})
         return [self._known[key] for key in places]
 
     def _rules_of_distinct(self, equations: Sequence[JaxprEqn], keys: _Keys) -> list[Rule]:
@@ -87,9 +116,17 @@ class Rulebook:
             if _one_shape(equations[number]) is not None:
                 groups.setdefault(keys.of(equations[number], stand_in=True), []).append(number)
         new = {key: equations[members[0]] for key, members in groups.items() if key not in self._patterns}
+        shared = {key: (equation.primitive, key) for key, equation in new.items() if _is_plain(equation)}
+        memory = answered(self.platform, _compat.lowering_context())
+        for key, name in shared.items():
+            if name in memory.patterns:
+                self._patterns[key] = memory.patterns[name]
+                del new[key]
         answers = ask([_question(equation, stand_in=True) for equation in new.values()], self.platform)
         for (key, equation), answer in zip(new.items(), answers, strict=True):
             self._patterns[key] = _pattern(equation, answer)
+            if key in shared:
+                memory.patterns[shared[key]] = self._patterns[key]
         return {
             number: _resized(pattern, _one_shape(equations[number]) or ())
             for key, members in groups.items()
@@ -185,6 +222,31 @@ def _type_of(var: Any, *, stand_in: bool) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(_stand_in(shape) if stand_in else shape, _dtype(var) or np.dtype(bool))
 
 
+def _is_plain(equation: JaxprEqn) -> bool:
+    """Whether nothing in the parameters is known by its identity, or holds what the text of it does not say."""
+    return not equation.effects and all(
+        map(_is_plain_value, (value for name, value in equation.params.items() if name not in _PLACEMENT_PARAMETERS))
+    )
+
+
+def _is_plain_value(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_plain_value, value.values()))
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain_value, value))
+    if _compat.is_jaxpr(value):
+        return not _compat.consts_of(value) and all(map(_is_plain_inside, _compat.jaxpr_of(value).eqns))
+    return value is None or isinstance(value, _PLAIN)
+
+
+def _is_plain_inside(equation: JaxprEqn) -> bool:
+    """Of an equation in a parameter: the text of a literal says all of it where it is one number."""
+    return _is_plain(equation) and not any(isinstance(v, _compat.Literal) and _shape(v) for v in equation.invars)
+
+
+_PLAIN = (str, bool, int, float, complex, enum.Enum, np.dtype, np.generic, _compat.Primitive)
+
+
 class _Keys:
     """Equal keys for equations of equal rules. Valid while the equations live, because of identities in the keys."""
 
@@ -220,6 +282,8 @@ class _Keys:
         if isinstance(value, Mapping):
             return tuple((name, self._value(item)) for name, item in value.items())
         if _compat.is_jaxpr(value):
+            if _compat.consts_of(value):  # their values are not in its text
+                return "by identity", id(value)
             if id(value) not in self._texts:
                 self._texts[id(value)] = str(value)
             return self._texts[id(value)]
