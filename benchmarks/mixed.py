@@ -1,6 +1,6 @@
 """How much of the speed of two kinds of devices together does a plan reach?
 
-    python -m benchmarks.mixed
+    python -m benchmarks.mixed [350M/256 …]
 
 A step takes a seconds on the devices of one kind alone and b on those of the other, each with the best plan that was found.
 However its examples are dealt to the two, the slower part takes at least
@@ -17,6 +17,7 @@ of the first.
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass
 
@@ -88,7 +89,8 @@ def reached(size: str, batch: int) -> Reached:
 
 
 def main() -> None:
-    """Plan all cases, and print one table."""
+    """Plan all cases, or those that are named, and print one table."""
+    named = sys.argv[1:]
     table = Table(title=f"GPT on {EACH} V100s and {EACH} A100s: predicted seconds of a step")
     for name in (
         "model",
@@ -105,7 +107,8 @@ def main() -> None:
         "core s",
     ):
         table.add_column(name)
-    for size, batch in rich.progress.track(CASES, transient=True):
+    cases = [(size, batch) for size, batch in CASES if not named or f"{size}/{batch}" in named]
+    for size, batch in rich.progress.track(cases, transient=True):
         found = reached(size, batch)
         table.add_row(
             size,
