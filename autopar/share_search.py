@@ -60,8 +60,8 @@ def plan_in_shares(
                 f"num_microbatches={asked} is not the sum of the shares {list(method.microbatches)}; leave one of them out"
             )
         return search.plan_of(search.dealt(method.microbatches))
-    counts = _counts(subject, len(meshes)) if demands.num_microbatches is None else [demands.num_microbatches]
-    if not counts or counts[-1] < len(meshes):
+    counts = _counts(subject, demands, len(meshes))
+    if not counts:
         raise PlanError(
             f"method='shares' deals microbatches to {len(meshes)} meshes, and the batch of {subject.roles.batch_size} examples "
             f"cannot be cut into {len(meshes)} or more; give a larger batch, or fewer meshes (stages=)"
@@ -74,8 +74,8 @@ def shares_below(
 ) -> tuple[Subjected, Plan, None] | None:
     """The fastest plan of shares of the kinds of devices, if it takes less than ``seconds``; else None."""
     meshes = kinds_of(cluster)
-    counts = _counts(subject, len(meshes)) if demands.num_microbatches is None else [demands.num_microbatches]
-    if len(meshes) < 2 or not counts or counts[-1] < len(meshes) or _least_seconds(subject.graph, cluster) >= seconds:
+    counts = _counts(subject, demands, len(meshes))
+    if len(meshes) < 2 or not counts or _least_seconds(subject.graph, cluster) >= seconds:
         return None
     report("dealing microbatches to the kinds of devices")
     try:
@@ -106,22 +106,21 @@ def dealt_by(seconds: Sequence[float], count: int) -> tuple[int, ...]:
     return tuple(shares)
 
 
-def _counts(subject: Subjected, meshes: int) -> list[int]:
-    return [count for count in counts_of(subject.roles.batch_size, MOST_MICROBATCHES) if count >= meshes]
+def _counts(subject: Subjected, demands: Demands, meshes: int) -> list[int]:
+    """Numbers of microbatches, the one that is asked for or those that are free, that give each mesh one at least."""
+    asked = demands.num_microbatches
+    counts = counts_of(subject.roles.batch_size, MOST_MICROBATCHES) if asked is None else [asked]
+    return [count for count in counts if count >= meshes]
 
 
 def _meshes(cluster: Cluster, demands: Demands, method: Shares) -> Devices:
     """The devices of each mesh, as demanded or of each kind."""
+    meshes: Devices | None = kinds_of(cluster)
     if isinstance(demands.stages, tuple):
         check_devices(demands.stages, cluster)
-        meshes: Devices | None = demands.stages
-    elif demands.stages is not None or method.microbatches is not None:
-        number = demands.stages or len(method.microbatches or ())
-        meshes = kinds_of(cluster)
-        if len(meshes) != number:
-            meshes = split_evenly(number, cluster)
-    else:
-        meshes = kinds_of(cluster)
+        meshes = demands.stages
+    elif (number := demands.stages or len(method.microbatches or ())) not in (0, len(kinds_of(cluster))):
+        meshes = split_evenly(number, cluster)
     if method.microbatches is not None and (meshes is None or len(method.microbatches) != len(meshes)):
         raise PlanError(
             f"Shares({list(method.microbatches)}) deals to {len(method.microbatches)} meshes, and "
@@ -168,7 +167,7 @@ class _ShareSearch:
         self._dealt: dict[tuple[int, ...], tuple[Subjected, PipelineFound]] = {}
 
     def best(self, counts: Sequence[int], below_seconds: float = math.inf) -> tuple[Subjected, Plan, None]:
-        """The fastest plan in so many microbatches; in more of them until that makes it slower.
+        """The fastest plan in so many microbatches; in more of them as long as dealing more evenly may make it faster.
 
         Raises :class:`~autopar.errors.BudgetError` where none fits, ``PlanError`` where the batch cannot be cut.
         """
