@@ -22,11 +22,17 @@ class PlanError(AutoparError):
 
 
 class BudgetError(PlanError):
-    """No plan keeps the memory of a device; the leanest that was looked at needs ``needed_bytes`` there."""
+    """No plan keeps the memory of a device; the leanest that was looked at needs ``needed_bytes`` there.
 
-    def __init__(self, message: str, *, needed_bytes: float = math.nan) -> None:  # has a default to be picklable
+    Of a pipeline ``stages`` are the numbers of those that are too large.
+    """
+
+    def __init__(  # has defaults to be picklable
+        self, message: str, *, needed_bytes: float = math.nan, stages: tuple[int, ...] = ()
+    ) -> None:
         super().__init__(message)
         self.needed_bytes = needed_bytes
+        self.stages = stages
 
 
 class ScheduleError(PlanError):

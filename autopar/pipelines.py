@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 
@@ -45,6 +45,7 @@ from autopar.inter_op.pipeline_search import (
     estimated_examples,
     search_pipelines,
 )
+from autopar.inter_op.searched import Searched
 from autopar.inter_op.shares import looped_in_shares
 from autopar.inter_op.sites import split_evenly
 from autopar.inter_op.stages import (
@@ -83,6 +84,10 @@ FINER = (1, 2, 4)
 """Layers are looked for so many times as fine as stages, until there are enough."""
 
 
+PlannedPipeline = tuple[Subjected, Plan, None]
+"""A plan of several stages, with the program that it is a plan of."""
+
+
 def wants_pipeline(demands: Demands) -> bool:
     """Whether several stages are demanded."""
     if demands.stages is None:
@@ -92,7 +97,7 @@ def wants_pipeline(demands: Demands) -> bool:
 
 def plan_pipeline(
     subject: Subjected, cluster: Cluster, demands: Demands, report_progress: Callable[[str], None]
-) -> tuple[Subjected, Plan, None]:
+) -> PlannedPipeline:
     """The plan of the pipeline that is demanded, with the program that it is a plan of.
 
     Raises :class:`~autopar.errors.PlanError` where a demand cannot be met.
@@ -102,7 +107,7 @@ def plan_pipeline(
     if leaves_layouts_open(subject, demands) and isinstance(demands.stages, int) and not has_layers:
         wanted = Wanted(demands.stages, demands.schedule, stages_per_mesh=demands.stages_per_mesh)
         forms = Rewritings(subject, cluster.device.platform.value)
-        if (chosen := _searched(forms, cluster, demands, wanted, report_progress).planned) is not None:
+        if (chosen := _searched(forms, cluster, demands, wanted, report_progress).best) is not None:
             return chosen
     refusal: PlanError | None = None  # what now follows finds finer cuts, or says why there are none
     for num_stages in _stages_demanded(demands, cluster):
@@ -125,7 +130,7 @@ def _in_even_stages(
     demands: Demands,
     report_progress: Callable[[str], None],
     give_up_seconds: float = math.inf,
-) -> tuple[Subjected, Plan, None]:
+) -> PlannedPipeline:
     """The plan of so many stages of about the same work; loops over layers are cut for them.
 
     One that takes ``give_up_seconds`` before it keeps the memory budget is returned as it is.
@@ -153,7 +158,7 @@ def _in_even_stages(
 
 def plan_pipeline_like(
     like: Likeness, subject: Subjected, cluster: Cluster, demands: Demands, report_progress: Callable[[str], None]
-) -> tuple[Subjected, Plan, None]:
+) -> PlannedPipeline:
     """The plan of a pipeline whose stages are those of another step's, as far as the leaves of both are the same.
 
     Raises :class:`~autopar.errors.PlanError` where this step has no such stages.
@@ -198,8 +203,8 @@ def pipeline_alike(
     """A pipeline of the same stages, devices and microbatches as another one, with stages cut before other operators.
 
     It is laid out for the schedule of the other, and runs under whichever is the fastest then, unless one is demanded.
-    There is none if the fastest plans of its stages, regardless of memory, do not keep the budget on every mesh, nor with
-    residuals in the memory of the hosts, where they may lie there.
+    There is none if its stages do not keep the budget at any price of memory, nor with residuals in the memory of the hosts,
+    where they may lie there; of a large program if the fastest plans of its stages do not.
     """
     terms = replace(demands.terms(plan.num_microbatches), shares=plan.shares)
     one = as_loop(subject, terms, cluster.device.platform.value, opening=Opening(plan.opening.pieces))
@@ -210,13 +215,22 @@ def pipeline_alike(
     squeezed = planner.squeezed(arrangement)
     if plan.shares:  # a layer is on all meshes, and counts as on the first
         squeezed = any(squeezed), *(False for _ in squeezed[1:])
-    found = planner.with_hosts(arrangement) if any(squeezed) else planner.plan(arrangement)
+    found = _within_budget(planner, arrangement)
     if found is None and is_free:  # under 1F1B fewer microbatches are in flight
-        lean = replace(arrangement, schedule=Schedule.ONE_F_ONE_B)
-        found = planner.with_hosts(lean) if any(planner.squeezed(lean)) else planner.plan(lean)
+        found = _within_budget(planner, replace(arrangement, schedule=Schedule.ONE_F_ONE_B))
     if found is not None and is_free:
         found = _under_the_fastest(planner, found)
     return Alike(None if found is None else (one, plan_of_pipeline(one, cluster, demands, found), None), squeezed)
+
+
+def _within_budget(planner: StagePlanner, arrangement: Arrangement) -> PipelineFound | None:
+    """The pipeline of an arrangement that keeps the budget; of a large program, for which prices take long, only without them."""
+    if planner.is_large and any(planner.squeezed(arrangement)):
+        return planner.with_hosts(arrangement)
+    try:
+        return planner.plan(arrangement)
+    except BudgetError:
+        return None
 
 
 def _under_the_fastest(planner: StagePlanner, found: PipelineFound) -> PipelineFound:
@@ -272,17 +286,9 @@ def leaves_layouts_open(subject: Subjected, demands: Demands) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class BestPipeline:
-    """The fastest pipeline, if there is any, and whether others that might be faster were left for want of memory."""
-
-    planned: tuple[Subjected, Plan, None] | None
-    lacks_memory: bool
-
-
 def best_pipeline(
     forms: Rewritings, cluster: Cluster, demands: Demands, to_beat_seconds: float, report: Callable[[str], None]
-) -> BestPipeline:
+) -> Searched[PlannedPipeline]:
     """The fastest pipeline of two stages or more, if one is faster than ``to_beat_seconds``.
 
     Loops over layers are whole in the search: priced as one program, their pieces are too much for it.  Pipelines with them cut
@@ -292,7 +298,7 @@ def best_pipeline(
     if cluster.hosts == 1 or not layer_loops_of(forms.subject):
         return found
     for asked in _with_loops_cut(cluster, demands):
-        best_seconds = to_beat_seconds if found.planned is None else found.planned[1].step_seconds
+        best_seconds = to_beat_seconds if found.best is None else found.best[1].step_seconds
         assert isinstance(asked.stages, int)
         try:
             cut = _in_even_stages(forms.subject, asked.stages, cluster, asked, report, best_seconds)
@@ -302,7 +308,7 @@ def best_pipeline(
         except PlanError:
             break
         if cut[1].step_seconds < best_seconds:
-            found = replace(found, planned=cut)
+            found = replace(found, best=cut)
     return found
 
 
@@ -320,7 +326,7 @@ def _searched(
     wanted: Wanted,
     report: Callable[[str], None],
     to_beat_seconds: float = math.inf,
-) -> BestPipeline:
+) -> Searched[PlannedPipeline]:
     """The fastest pipeline that is as wanted, if one is found, and as fast."""
     subject, coupling = forms.subject, ""
     known: dict[int, tuple[Subjected, PipelineTask]] = {}
@@ -346,15 +352,17 @@ def _searched(
             )
         except CoupledBatchError as error:
             if asked is not None:
-                return BestPipeline(None, lacks_memory=False)
+                return Searched(None)
             coupling = str(error)
             found = search_pipelines(task, [1], wanted, to_beat_seconds=to_beat_seconds)
     except BudgetError:  # the refusal of the plan on one mesh, or of one grouping, says more
-        return BestPipeline(None, lacks_memory=True)
-    if (best := found.found) is None:
-        return BestPipeline(None, found.lacks_memory)
-    one = replace(known[best.count][0], coupling=coupling)
-    return BestPipeline((one, plan_of_pipeline(one, cluster, demands, best), None), found.lacks_memory)
+        return Searched(None, lacks_memory=True)
+
+    def as_plan(one: PipelineFound) -> PlannedPipeline:
+        of_count = replace(known[one.count][0], coupling=coupling)
+        return of_count, plan_of_pipeline(of_count, cluster, demands, one), None
+
+    return found.mapped(as_plan)
 
 
 def counts_of(batch_size: int | None, most: int = MOST_MICROBATCHES) -> list[int]:

@@ -33,6 +33,7 @@ from autopar.graph.wishes import Origin
 from autopar.inter_op.examples import CoupledBatchError
 from autopar.inter_op.looped import looped
 from autopar.inter_op.rescaled import Rescaling
+from autopar.inter_op.searched import Searched
 from autopar.inter_op.sites import fewer_devices
 from autopar.intra_op.restrict import Restriction
 from autopar.intra_op.search import (
@@ -121,7 +122,7 @@ def make_plan(
 
     Raises :class:`~autopar.errors.PlanError` when a demand cannot be met.
     """
-    subject = replace(subject.as_written, hosted=(), hosting="", lacks_memory=False)
+    subject = replace(subject.as_written, hosted=(), hosting="")
     if demands.like is not None:
         if demands.like.plan.is_pipeline:
             return plan_pipeline_like(demands.like, subject, cluster, demands, report_progress)
@@ -134,7 +135,7 @@ def make_plan(
     planners = Planners(
         lambda one: _best_plan(one, cluster, demands, report_progress),
         lambda one, plan, cuts: _plan_alike(one, cluster, demands, plan, cuts, report_progress),
-        lambda one, seconds: _Planner(one, cluster, demands, report_progress).pipeline_below(seconds),
+        lambda one, seconds: _Planner(one, cluster, demands, report_progress).pipelines_below(seconds),
     )
 
     def best(one: Subjected) -> Planned:
@@ -184,30 +185,30 @@ def _plan_alike(
 
 def _best_plan(
     subject: Subjected, cluster: Cluster, demands: Demands, report_progress: Callable[[str], None]
-) -> tuple[Subjected, Plan, Found | None]:
-    """The fastest plan of a step in this form."""
+) -> Searched[Planned]:
+    """The fastest plan of a step in this form; raises :class:`~autopar.errors.BudgetError` where there is none."""
     if isinstance(method_of(demands.method), Shares):
-        return plan_in_shares(subject, cluster, demands, report_progress)
+        return Searched(plan_in_shares(subject, cluster, demands, report_progress))
     if wants_pipeline(demands):
-        return plan_pipeline(subject, cluster, demands, report_progress)
+        return Searched(plan_pipeline(subject, cluster, demands, report_progress))
     planner = _Planner(subject, cluster, demands, report_progress)
     if not isinstance(method_of(demands.method), IntraOp):
-        return planner.plan_in(demands.num_microbatches or 1)
+        return Searched(planner.plan_in(demands.num_microbatches or 1))
     pipelines_first = demands.num_microbatches is None and come_first(subject, cluster)
-    if pipelines_first and (pipeline := planner.or_pipeline(None)) is not None:
+    if pipelines_first and (pipeline := planner.or_pipeline(None).best) is not None:
         # All plans on one mesh take long, and over several hosts hardly any is faster.
         if planner.one_mesh_may_beat(pipeline[1].step_seconds):
             with contextlib.suppress(BudgetError):
-                return planner.or_on_one_mesh(pipeline)
-        return pipeline
+                return Searched(planner.or_on_one_mesh(pipeline))
+        return Searched(pipeline)
     refusal: BudgetError | None = None
     try:
         whole: tuple[Subjected, Plan, Found] | None = planner.as_asked()
     except BudgetError as error:
         whole, refusal = None, error
     whole = planner.or_on_fewer(whole)
-    found = whole if pipelines_first else planner.or_pipeline(whole)
-    if found is None:
+    found = Searched[Planned](whole) if pipelines_first else planner.or_pipeline(whole)
+    if found.best is None:
         assert refusal is not None
         raise refusal
     return found
@@ -228,34 +229,28 @@ class _Planner:
         self._report_progress = report_progress
         self._forms = forms or Rewritings(subject, cluster.device.platform.value)
 
-    def or_pipeline(self, whole: tuple[Subjected, Plan, Found] | None) -> tuple[Subjected, Plan, Found | None] | None:
+    def or_pipeline(self, whole: Planned | None) -> Searched[Planned]:
         """The plan on one mesh, or a pipeline if that is free to choose and faster."""
         known = None if whole is None else whole[1]
         if self.subject.hosted or not may_be_pipeline(self.subject, self.cluster, self.demands, known):
-            return whole
-        seconds = float("inf") if known is None else known.step_seconds
-        best = best_pipeline(self._forms, self.cluster, self.demands, seconds, self._report_progress)
-        planned = self._or_in_shares(best.planned, seconds)
-        if planned is not None or whole is None:
-            return planned
-        return replace(whole[0], lacks_memory=best.lacks_memory), *whole[1:]
+            return Searched(whole)
+        found = self._pipelines_below(float("inf") if known is None else known.step_seconds)
+        return found if found.best is not None else replace(found, best=whole)
 
-    def _or_in_shares(
-        self, pipeline: tuple[Subjected, Plan, None] | None, seconds: float
-    ) -> tuple[Subjected, Plan, None] | None:
-        """The pipeline, or the microbatches dealt to the kinds of devices, if there are several and that is faster."""
-        if not self.cluster.host_devices:
-            return pipeline
-        seconds = seconds if pipeline is None else pipeline[1].step_seconds
-        dealt = shares_below(self.subject, self.cluster, self.demands, seconds, self._report_progress)
-        return pipeline if dealt is None else dealt
-
-    def pipeline_below(self, seconds: float) -> tuple[Subjected, Plan, None] | None:
-        """The fastest pipeline where one may be chosen; None if it takes longer."""
+    def pipelines_below(self, seconds: float) -> Searched[Planned]:
+        """The fastest pipeline where one may be chosen; none if it takes longer."""
         if self.subject.hosted or not may_be_pipeline(self.subject, self.cluster, self.demands, None):
-            return None
-        found = best_pipeline(self._forms, self.cluster, self.demands, seconds, self._report_progress).planned
-        return self._or_in_shares(found, seconds)
+            return Searched(None)
+        return self._pipelines_below(seconds)
+
+    def _pipelines_below(self, seconds: float) -> Searched[Planned]:
+        """The fastest pipeline, or the microbatches dealt to the kinds of devices, if there are several and that is faster."""
+        found = best_pipeline(self._forms, self.cluster, self.demands, seconds, self._report_progress)
+        if not self.cluster.host_devices:
+            return found
+        seconds = seconds if found.best is None else found.best[1].step_seconds
+        dealt = shares_below(self.subject, self.cluster, self.demands, seconds, self._report_progress)
+        return found if dealt is None else replace(found, best=dealt)
 
     @property
     def is_large(self) -> bool:

@@ -3,8 +3,9 @@
 Where memory does not limit the plan, nothing is computed again.  Where nothing fits, or a pipeline nearly fills the memory, or
 pipelines that might be faster than the plan on one mesh do not fit, the step is also planned with every layer computed again
 (``full``), which needs the least memory.  Then that plan is kept (its mesh, or its stages, devices and microbatches), and layers
-are relieved of work as far as the memory allows: let layer ℓ keep b(ℓ, k) bytes and repeat s(ℓ, k) seconds of work under choice k
-(:class:`~autopar.inter_op.remat.RematCost`), and
+are relieved of work as far as the memory allows; so are those of slower pipelines that were planned on the way, for the best
+stages of layers that all compute again need not be the best of those of which some do.  Let layer ℓ keep b(ℓ, k) bytes and
+repeat s(ℓ, k) seconds of work under choice k (:class:`~autopar.inter_op.remat.RematCost`), and
 
     minimise    Σ s(ℓ, k(ℓ))          over the layers of a mesh
     subject to  Σ b(ℓ, k(ℓ)) ≤ B
@@ -18,8 +19,9 @@ the same time, each answer judged by planning and, of pipelines, simulating it. 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -27,6 +29,7 @@ from autopar.cluster import Cluster, Platform
 from autopar.errors import BudgetError
 from autopar.graph.ir import Phase
 from autopar.inter_op.remat import RematCost, Rematerialising
+from autopar.inter_op.searched import Searched
 from autopar.intra_op.ilp import solve
 from autopar.intra_op.model import MemoryRow, Model
 from autopar.intra_op.search import LARGE_OPERATORS, Found
@@ -65,15 +68,15 @@ class Alike:
 
 @dataclass(frozen=True)
 class Planners:
-    """What is planned with: the best plan of a step, one that is like a known plan but for what layers compute again, and the
-    best pipeline that is faster than so many seconds, if there is any.
+    """What is planned with: the best plan of a step, one that is like a known plan but for what layers compute again, and
+    pipelines that are faster than so many seconds, if there are any.
 
     The second is given the forward operators before which the known plan's stages begin in the new step.
     """
 
-    best: Callable[[Subjected], Planned]
+    best: Callable[[Subjected], Searched[Planned]]
     alike: Callable[[Subjected, Plan, tuple[int, ...]], Alike]
-    pipeline: Callable[[Subjected, float], Planned | None]
+    pipelines: Callable[[Subjected, float], Searched[Planned]]
 
 
 def with_remat(
@@ -85,23 +88,24 @@ def with_remat(
     """
     platform = cluster.device.platform.value
     if demands.remat is not None:
-        return planners.best(as_demanded(subject, demands, platform))
+        return best_of(planners.best(as_demanded(subject, demands, platform)))
     refusal: BudgetError | None = None
     try:
-        kept: Planned | None = planners.best(subject)
+        plain = planners.best(subject)
     except BudgetError as error:
-        kept, refusal = None, error
-    if not _may_pay(subject, cluster, demands, kept):
+        plain, refusal = Searched[Planned](None), error
+    kept = plain.best
+    if not _may_pay(subject, cluster, demands, plain):
         return or_raise(kept, refusal)
     forms = rematerialising(subject)
     if forms.says_remat:
         return or_raise(kept, refusal)
     everything = rematerialised(subject, forms.all(Remat.FULL), platform)
     report("planning with layers that compute again")
+    enough = float("inf") if kept is None else kept[1].step_seconds
     try:
         if _must_be_pipeline(cluster, demands, kept):
-            enough = float("inf") if kept is None else REPEATED * kept[1].step_seconds
-            lean = planners.pipeline(everything, enough)
+            lean = planners.pipelines(everything, REPEATED * enough)
         else:
             lean = planners.best(everything)
     except BudgetError as error:
@@ -109,14 +113,17 @@ def with_remat(
             return or_raise(kept, refusal)
         also = "With every layer computed again (remat='full') it does not fit either."
         raise BudgetError(f"{refusal} {also}", needed_bytes=error.needed_bytes) from None
-    if lean is None:
-        return or_raise(kept, refusal)
-    enough = float("inf") if kept is None else kept[1].step_seconds
-    search = _Relief(subject, cluster, planners.alike, forms, lean, enough)
-    found = [lean, *search.better_ones(report)]
-    if kept is not None:
-        found.append(kept)
-    return min(found, key=lambda one: one[1].step_seconds)
+    best, choices = kept, _Choices(subject, cluster, planners.alike, forms)
+    for one in (lean.best, *sorted(lean.others, key=_step_seconds)):
+        if one is not None:
+            relieved = _Relief(choices, one, enough).better_ones(report)
+            best = min((one, *relieved, *(() if best is None else (best,))), key=_step_seconds)
+            enough = best[1].step_seconds
+    return or_raise(best, refusal)
+
+
+def _step_seconds(planned: Planned) -> float:
+    return planned[1].step_seconds
 
 
 def as_demanded(subject: Subjected, demands: Demands, platform: str) -> Subjected:
@@ -124,6 +131,12 @@ def as_demanded(subject: Subjected, demands: Demands, platform: str) -> Subjecte
     if demands.remat in (None, Remat.NONE):
         return subject
     return rematerialised(subject, rematerialising(subject).all(demands.remat), platform)
+
+
+def best_of(searched: Searched[Planned]) -> Planned:
+    """The best plan of a search that finds one or raises."""
+    assert searched.best is not None
+    return searched.best
 
 
 def or_raise(kept: Planned | None, refusal: BudgetError | None) -> Planned:
@@ -134,7 +147,7 @@ def or_raise(kept: Planned | None, refusal: BudgetError | None) -> Planned:
     return kept
 
 
-def _may_pay(subject: Subjected, cluster: Cluster, demands: Demands, kept: Planned | None) -> bool:
+def _may_pay(subject: Subjected, cluster: Cluster, demands: Demands, plain: Searched[Planned]) -> bool:
     """Whether computing again may help: memory limits the plan, and the method leaves open what is computed again.
 
     On one mesh it must be that nothing fits, for microbatches make what is kept less at a lower price, or that pipelines which
@@ -145,12 +158,12 @@ def _may_pay(subject: Subjected, cluster: Cluster, demands: Demands, kept: Plann
     operators = subject.graph.operators
     if not any(operator.phase is Phase.BACKWARD for operator in operators):
         return False
-    if kept is None:
+    if (kept := plain.best) is None:
         return True
     if len(operators) > LARGE_OPERATORS:  # every plan of a large step takes long
         return False
     if not kept[1].is_pipeline:
-        return kept[0].lacks_memory
+        return plain.lacks_memory
     budget_bytes = float(demands.memory_per_device or cluster.per_device_memory_bytes)
     return kept[1].peak_bytes > BOUND_SHARE * budget_bytes
 
@@ -166,32 +179,48 @@ def _must_be_pipeline(cluster: Cluster, demands: Demands, kept: Planned | None) 
     return cluster.device.platform is Platform.CPU or (kept is not None and not kept[1].is_pipeline)
 
 
+@dataclass(frozen=True)
+class _Choices:
+    """What layers of a step may compute again, and what is planned with what they do."""
+
+    subject: Subjected
+    cluster: Cluster
+    alike: Callable[[Subjected, Plan, tuple[int, ...]], Alike]
+    forms: Rematerialising
+
+    @cached_property
+    def all(self) -> LayerRemat:
+        """Every layer computes everything again."""
+        return self.forms.all(Remat.FULL)
+
+    @cached_property
+    def costs(self) -> Mapping[Remat, Sequence[RematCost]]:
+        """Of every kind, what it means for each layer."""
+        layers = range(len(self.all.starts))
+        return {kind: [self.forms.cost(self.forms.all(kind), layer) for layer in layers] for kind in Remat}
+
+    def seconds(self, kind: Remat, layer: int) -> float:
+        """Of all devices on the whole arrays: only the order of these counts."""
+        cluster, cost = self.cluster, self.costs[kind][layer]
+        computing = sum(flops / cluster.per_device_flops_per_second(dtype) for dtype, flops in cost.flops.items())
+        return computing + cost.bytes_moved / cluster.per_device_memory_bytes_per_second
+
+
 class _Relief:
     """Owns the search for the layers that a lean plan can relieve of work."""
 
-    def __init__(
-        self,
-        subject: Subjected,
-        cluster: Cluster,
-        alike: Callable[[Subjected, Plan, tuple[int, ...]], Alike],
-        forms: Rematerialising,
-        lean: Planned,
-        enough_seconds: float,
-    ) -> None:
+    def __init__(self, choices: _Choices, lean: Planned, enough_seconds: float) -> None:
         """Plans that take ``enough_seconds`` are of no use."""
-        self._subject, self._cluster, self._alike, self._forms = subject, cluster, alike, forms
-        self._plan, self._enough = lean[1], enough_seconds
-        self._all = forms.all(Remat.FULL)
-        left = forms.surviving(self._all)
+        self._choices, self._plan, self._enough = choices, lean[1], enough_seconds
+        left = choices.forms.surviving(choices.all)
         self._cuts = tuple(left[cut] for cut in self._plan.cuts)
         """Before which operators of the forward pass as it was written stages begin."""
-        self._costs = {kind: [forms.cost(forms.all(kind), k) for k in range(len(self._all.starts))] for kind in Remat}
         self._answers: dict[LayerRemat, Alike] = {}
 
     def better_ones(self, report: Callable[[str], None]) -> list[Planned]:
         """Plans like the lean one with fewer layers computed again."""
         fitting = [self._bisect(last_is_free, report) for last_is_free in (False, True)]
-        if self._is_best_squeezed():
+        if self._plan.is_pipeline:
             for shares, last_is_free in zip(fitting, (False, True), strict=True):
                 self._raise_shares(shares, last_is_free, report)
         return [answer.planned for answer in self._answers.values() if answer.planned is not None]
@@ -212,13 +241,10 @@ class _Relief:
             at = [one if one == top else (one + top) / 2 for one, top in zip(low, high, strict=True)]
         return low
 
-    def _is_best_squeezed(self) -> bool:
-        """Whether the fastest plan keeps the budget by other means as well: residuals on the hosts, another schedule."""
-        known = [(one.planned[1].step_seconds, any(one.is_squeezed)) for one in self._answers.values() if one.planned]
-        return bool(known) and min(known)[1]
-
     def _raise_shares(self, shares: list[float], last_is_free: bool, report: Callable[[str], None]) -> None:
-        """Let single meshes keep all, or more by half, as long as that fits by those means."""
+        """Let single meshes keep all, or more by half, as long as that fits by other means: leaner layouts, residuals on the hosts,
+        another schedule.
+        """
         meshes = self._layers_of_meshes()
         for mesh, share in enumerate(shares):
             for more in (1.0, (1.0 + share) / 2):
@@ -238,43 +264,44 @@ class _Relief:
         return self._answers[chosen]
 
     def _alike_with(self, chosen: LayerRemat) -> Alike:
-        platform = self._cluster.device.platform.value
-        left = self._forms.surviving(chosen)
+        choices = self._choices
+        left = choices.forms.surviving(chosen)
         cuts = tuple(bisect_left(left, cut) for cut in self._cuts)
-        return self._alike(rematerialised(self._subject, chosen, platform), self._plan, cuts)
+        platform = choices.cluster.device.platform.value
+        return choices.alike(rematerialised(choices.subject, chosen, platform), self._plan, cuts)
 
     def _estimate(self, chosen: LayerRemat) -> float:
         """Seconds of a step, by those of the lean plan and what is not repeated any more; of stages the first has most to do."""
-        spared = [
-            self._seconds(self._costs[Remat.FULL][layer]) - self._seconds(self._costs[kind][layer])
-            for layer, kind in enumerate(chosen.kinds)
-        ]
-        devices = len(self._plan.devices_of(0))
-        return self._plan.step_seconds - max(sum(spared[k] for k in own) for own in self._layers_of_meshes()) / devices
+        seconds = self._choices.seconds
+        spared = [seconds(Remat.FULL, layer) - seconds(kind, layer) for layer, kind in enumerate(chosen.kinds)]
+        homes = self._plan.meshes_of_stages
+        devices = [len(self._plan.devices_of(homes.index(mesh))) for mesh in range(self._plan.num_meshes)]
+        by_mesh = [sum(spared[k] for k in own) / n for own, n in zip(self._layers_of_meshes(), devices, strict=True)]
+        return self._plan.step_seconds - max(by_mesh)
 
     def _layers_of_meshes(self) -> list[list[int]]:
         """The layers on each mesh: a layer is on the stage where it begins."""
         homes = self._plan.meshes_of_stages
         found: list[list[int]] = [[] for _ in range(self._plan.num_meshes)]
-        for layer, start in enumerate(self._all.starts):
+        for layer, start in enumerate(self._choices.all.starts):
             found[homes[bisect_right(self._cuts, start)]].append(layer)
         return found
 
     def _chosen(self, meshes: Sequence[Sequence[int]], shares: Sequence[float], last_is_free: bool) -> LayerRemat:
         """The choices of least work for which layers keep these shares of what they can keep."""
-        kinds = list(self._all.kinds)
+        kinds = list(self._choices.all.kinds)
         for own, share in zip(meshes, shares, strict=True):
             for layer, kind in zip(own, self._least_work(own, share, last_is_free), strict=True):
                 kinds[layer] = kind
-        return self._all.with_kinds(kinds)
+        return self._choices.all.with_kinds(kinds)
 
     def _least_work(self, own: Sequence[int], share: float, last_is_free: bool) -> list[Remat]:
         """The choices of the layers of one mesh."""
         if not own or share == 1.0:
             return [Remat.NONE] * len(own)
-        seconds = [np.array([self._seconds(self._costs[kind][layer]) for kind in Remat]) for layer in own]
+        seconds = [np.array([self._choices.seconds(kind, layer) for kind in Remat]) for layer in own]
         kept = {
-            item: np.array([float(self._costs[kind][layer].kept_bytes) for kind in Remat])
+            item: np.array([float(self._choices.costs[kind][layer].kept_bytes) for kind in Remat])
             for item, layer in enumerate(own[:-1] if last_is_free else own)
         }
         least, most = (sum(options[choose] for options in kept.values()) for choose in (_FULL, _NONE))
@@ -284,11 +311,6 @@ class _Relief:
         if solution is None:  # rounding at a share of 0
             return [Remat.FULL] * len(own)
         return [tuple(Remat)[option] for option in solution.options]
-
-    def _seconds(self, cost: RematCost) -> float:
-        """Of all devices on the whole arrays: only the order of these counts."""
-        computing = sum(flops / self._cluster.per_device_flops_per_second(dtype) for dtype, flops in cost.flops.items())
-        return computing + cost.bytes_moved / self._cluster.per_device_memory_bytes_per_second
 
 
 _NONE, _FULL = (tuple(Remat).index(kind) for kind in (Remat.NONE, Remat.FULL))

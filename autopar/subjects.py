@@ -114,8 +114,6 @@ class Subjected:
     """Positions of the inputs that lie in the memory of the host between steps."""
     hosting: str = ""
     """Why the planner put them there."""
-    lacks_memory: bool = False
-    """Whether pipelines that might be faster than the plan on one mesh were left because they exceed the memory."""
 
     @property
     def as_written(self) -> Subjected:

@@ -92,8 +92,8 @@ def simulated(console: Console) -> None:
         )
         task = task_on(four_hosts(link))
         for schedule in SCHEDULES:
-            table.add_row(*row_of(schedule.value, search_pipelines(task, [COUNT], Wanted(schedule=schedule)).found))
-        table.add_row(*row_of("auto", search_pipelines(task, [COUNT], Wanted()).found))
+            table.add_row(*row_of(schedule.value, search_pipelines(task, [COUNT], Wanted(schedule=schedule)).best))
+        table.add_row(*row_of("auto", search_pipelines(task, [COUNT], Wanted()).best))
         console.print(table)
 
 

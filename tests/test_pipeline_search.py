@@ -104,7 +104,7 @@ def searched(case: Case) -> float:
     steps = {count: case.step(count) for count in case.microbatches}
     tasks = {count: step.task(case.cluster, case.budget_bytes) for count, step in steps.items()}
     starts = {count: case.boundaries(step.loop) for count, step in steps.items()}
-    found = search_pipelines(tasks.__getitem__, list(case.microbatches), Wanted(), starts=starts).found
+    found = search_pipelines(tasks.__getitem__, list(case.microbatches), Wanted(), starts=starts).best
     alone = referee(case.name).by_stages.get(1, float("inf"))
     return alone if found is None else min(alone, found.step_seconds)
 
@@ -142,7 +142,7 @@ def found_for(case: Case, wanted: Wanted, budget_bytes: float = float("inf")) ->
     task = step.task(case.cluster, budget_bytes)
     found = search_pipelines(
         {count: task}.__getitem__, [count], wanted, starts={count: case.boundaries(step.loop)}
-    ).found
+    ).best
     assert found is not None
     return found
 
@@ -295,7 +295,7 @@ def test_a_schedule_of_ones_own_is_searched() -> None:
     steps = {count: case.step(count) for count in case.microbatches}
     tasks = {count: step.task(case.cluster) for count, step in steps.items()}
     starts = {count: case.boundaries(step.loop) for count, step in steps.items()}
-    found = search_pipelines(tasks.__getitem__, [1, 2, 4], Wanted(4, even_only), starts=starts).found
+    found = search_pipelines(tasks.__getitem__, [1, 2, 4], Wanted(4, even_only), starts=starts).best
     assert found is not None and found.pipeline.order.num_microbatches > 1
     assert found.pipeline.homes == (0, 1, 1, 0) and found.arrangement.schedule is even_only
     with pytest.raises(

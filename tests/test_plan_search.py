@@ -19,7 +19,6 @@ ALIKE = 1e-6
 CASES = {case.name: case for case in plan_cases()}
 AGAIN, THERE = "computed again", "on hosts"
 DEFAULT = (AGAIN, THERE)
-MISSED = "three devices"
 
 
 def planned(case: Case) -> autopar.Plan:
@@ -40,11 +39,7 @@ def referee(name: str) -> Referred:
 
 
 def _marks(name: str) -> list[pytest.MarkDecorator]:
-    marks = [] if name in DEFAULT else [pytest.mark.verify]
-    if name == MISSED:
-        why = "with all layers computed again two devices and one are the best stages, with only the first of them one and two"
-        marks.append(pytest.mark.xfail(reason=why, raises=AssertionError, strict=True))
-    return marks
+    return [] if name in DEFAULT else [pytest.mark.verify]
 
 
 @pytest.mark.timeout(900)

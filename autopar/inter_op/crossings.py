@@ -46,11 +46,12 @@ class Boundaries:
 
     ``crossing_bytes[p]``, float64 (F+1,): bytes that cross in both directions; what crosses once per step counts by its
     share in a microbatch. ``flops[i]``, float64 (F,): of forward operator i and all backward operators that a cut puts on
-    stage 1 exactly when it puts i there.
+    stage 1 exactly when it puts i there. ``shared_bytes[p]``, float64 (F+1,): of batch leaves that both stages read.
     """
 
     crossing_bytes: NDArray[np.float64]
     flops: NDArray[np.float64]
+    shared_bytes: NDArray[np.float64]
 
 
 def boundaries(loop: Looped, state_pairs: Sequence[tuple[int, int]]) -> Boundaries:
@@ -63,7 +64,12 @@ def boundaries(loop: Looped, state_pairs: Sequence[tuple[int, int]]) -> Boundari
     for operator in loop.body.operators:
         if (turn := turns.turn.get(operator.id)) is not None:
             flops[min(max(turn, 0), turns.count - 1)] += _flops(operator)
-    return Boundaries(total.bytes(), flops)
+    shared = _Total(turns.count)
+    rows = {loop.graph.inputs[position] for position in loop.batch}
+    for value, operand in zip(loop.body.inputs, loop.loop.operands, strict=True):
+        if operand in rows and value in wants.spans:
+            shared.add(*wants.spans[value], loop.body.values[value].size_bytes)
+    return Boundaries(total.bytes(), flops, shared.bytes())
 
 
 def _flops(operator: Operator) -> float:

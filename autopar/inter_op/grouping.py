@@ -6,8 +6,8 @@ of the update, c(j) those of what crosses before layer j,
     T ≤ Σ_s t_s + Σ c + (N − 1) · max_s (t_s + u_s / N) + max_s u_s                 (a bound: nothing is hidden)
 
 is minimised over all groupings whose stages fit: state + in-flight residuals ≤ budget, where the p-th stage from the end
-keeps min(N, p) microbatches in flight (1F1B).  As in Alpa (Zheng et al. 2022, section 5.2) the maximum is guessed, from small
-to large, and for each guess
+keeps min(N, p) microbatches in flight (1F1B), and none is known not to fit (:class:`TooLarge`).  As in Alpa (Zheng et al. 2022,
+section 5.2) the maximum is guessed, from small to large, and for each guess
 
     g(p, i, d) = min { t(i, j, n) + c(j) + g(p − 1, j, d + n) : t + u/N ≤ guess }
 
@@ -60,6 +60,17 @@ class Grouping:
 
 
 @dataclass(frozen=True)
+class TooLarge:
+    """Layers ``start`` … ``end`` − 1 as a stage, so many from the last, that exceeds the budget of its part of the cluster."""
+
+    count: int
+    part: Cluster
+    from_end: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
 class Estimates:
     """What a grouping is made from: costs and what a device may hold by parts of the cluster, and bytes that cross before
     each layer for N₀ microbatches.
@@ -72,6 +83,8 @@ class Estimates:
     most_stages: int
     most_in_flight: float = math.inf
     """Residuals of so many microbatches are on a device at most; those of others are elsewhere."""
+    too_large: tuple[TooLarge, ...] = ()
+    """Stages that were planned exactly, and did not fit although the estimates said so."""
 
     @property
     def num_layers(self) -> int:
@@ -278,8 +291,11 @@ class _Tables:
     def fits(self, part: Cluster, from_end: int) -> np.ndarray:
         """Of which runs a stage, so many from the last, keeps the budget."""
         in_flight = min(self._count, from_end, self._estimates.most_in_flight)
-        held: np.ndarray = self.state[part] + in_flight * self.residual[part] <= self._estimates.budgets[part]
-        return held
+        fits: np.ndarray = self.state[part] + in_flight * self.residual[part] <= self._estimates.budgets[part]
+        for one in self._estimates.too_large:
+            if one.count == self._count and one.from_end <= from_end and one.part == part:
+                fits[: one.start + 1, one.end :] = False  # what holds these layers and more does not either
+        return fits
 
 
 class _Following(NamedTuple):

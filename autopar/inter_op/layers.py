@@ -9,6 +9,7 @@ be most of a model), so the limit here is what can be reached: with L layers ℓ
     then, of the divisions with crossings up to (1+δ)·C*, the one with least Σ_ℓ FLOPs(ℓ)²
 
 FLOPs are those of the forward operators and of the backward operators that follow them (:mod:`autopar.inter_op.crossings`).
+With what crosses counts what of the batch both sides read: it is loaded, and held, twice.
 
 Where to cut is chosen among *candidates*: between any two heavy operators the position with the least crossing, the first
 of them on a plateau.  In the largest stretches of the program that repeat with a period of u operators (identical blocks),
@@ -58,7 +59,7 @@ def layers(loop: Looped, state_pairs: Sequence[tuple[int, int]], *, at_most: int
     found = boundaries(loop, state_pairs)
     if not found.flops.sum() > 0:
         return ()
-    crossing, flops = found.crossing_bytes, found.flops
+    crossing, flops = found.crossing_bytes + found.shared_bytes, found.flops
     candidates = candidate_positions(crossing, flops, _looks(loop), at_most)
     if len(candidates) + 1 < at_least:
         alone = range(len(flops))  # as if no operator repeated another

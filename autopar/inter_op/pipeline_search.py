@@ -6,6 +6,8 @@
     4  pipelines        the groupings of least bound are planned exactly (:mod:`autopar.inter_op.stages`), and the simulator says
                         under which schedule each is fastest
 
+Of small programs step 3 is done again without the stages that turned out not to fit.
+
 The bound of step 3 hides nothing behind anything; a grouping is planned as long as its bound, less all that could be hidden,
 may still beat the best pipeline so far, ``MOST_PLANNED`` of them at most (fewer of large programs).  Of programs that are not
 large, more and fewer microbatches are tried first, as long as that is faster; last, the best pipeline's stages try to end a
@@ -32,13 +34,14 @@ from autopar.cluster import Cluster
 from autopar.errors import BudgetError, ScheduleError
 from autopar.graph.rules import Rulebook
 from autopar.inter_op.dealing import dealt_homes, homes_of
-from autopar.inter_op.grouping import Estimates, Grouping, best_groupings, given_grouping, shared_grouping
+from autopar.inter_op.grouping import Estimates, Grouping, TooLarge, best_groupings, given_grouping, shared_grouping
 from autopar.inter_op.hosting import Hosting
 from autopar.inter_op.layer_costs import layer_map
 from autopar.inter_op.layers import layers
 from autopar.inter_op.looped import Looped
 from autopar.inter_op.moves import near
 from autopar.inter_op.part_costs import costs_of_parts
+from autopar.inter_op.searched import Searched
 from autopar.inter_op.sites import host_order, host_orders, largest_packed, may_idle, placed, stage_sizes
 from autopar.inter_op.stages import (
     LARGE_WORTH_SHARE,
@@ -137,14 +140,6 @@ def estimated_examples(cluster: Cluster) -> int:
     return max(ESTIMATED_EXAMPLES, cluster.hosts // MOST_LAYERS)
 
 
-@dataclass(frozen=True)
-class Searched:
-    """The fastest pipeline, if there is any, and whether others that might be faster were left for want of memory."""
-
-    found: PipelineFound | None
-    lacks_memory: bool
-
-
 def search_pipelines(
     tasks: Callable[[int], PipelineTask],
     counts: Sequence[int],
@@ -153,7 +148,7 @@ def search_pipelines(
     to_beat_seconds: float = float("inf"),
     starts: Mapping[int, tuple[int, ...]] | None = None,
     estimated_count: int = ESTIMATED_COUNT,
-) -> Searched:
+) -> Searched[PipelineFound]:
     """The fastest pipeline of two stages or more that is faster than ``to_beat_seconds``, if there is any.
 
     ``tasks`` gives the step looped over so many microbatches; ``counts`` are the numbers that it may be asked for; ``starts``
@@ -165,14 +160,15 @@ def search_pipelines(
     coarse.starts.update(starts or {})
     found = coarse.best()
     if wanted.num_stages is not None or starts is not None or not coarse.is_small:
-        return Searched(found, coarse.lacks_memory)
+        return Searched(found, coarse.others, coarse.lacks_memory)
     # A stage for each device needs as many layers.  They are looked at behind the few that cost least to part: more groupings
     # of more layers would crowd these out.
     enough = to_beat_seconds if found is None else found.step_seconds
     fine = _Search(tasks, counts, wanted, enough, coarse.num_devices, estimated_count)
     if fine.num_layers <= coarse.num_layers:
-        return Searched(found, coarse.lacks_memory)
-    return Searched(fine.best() or found, coarse.lacks_memory or fine.lacks_memory)
+        return Searched(found, coarse.others, coarse.lacks_memory)
+    finer = fine.best()
+    return Searched(finer or found, (*coarse.others, *fine.others), coarse.lacks_memory or fine.lacks_memory)
 
 
 class _Search:
@@ -202,6 +198,7 @@ class _Search:
         """Of the groupings of a large program that were planned, what integer programs say of the best."""
         self._known_homes: dict[int, tuple[int, ...] | None] = {}
         self._refusal: BudgetError | None = None
+        self._too_large: list[TooLarge] = []
         self.lacks_memory = False
         """Whether pipelines that might be faster were left because they exceed the budget."""
         self._planners: dict[int, StagePlanner] = {}
@@ -217,6 +214,13 @@ class _Search:
     def is_small(self) -> bool:
         """Whether many groupings may be planned."""
         return not self._tasks(self._base).is_large
+
+    @property
+    def others(self) -> tuple[PipelineFound, ...]:
+        """Pipelines of other stages than the best that were planned of a small program; none whose stages share a mesh."""
+        if not self.is_small or self._best is None:
+            return ()
+        return tuple(one for one in self._fastest if one.is_alone and not one.has_stages_of(self._best))
 
     @property
     def num_devices(self) -> int:
@@ -235,6 +239,7 @@ class _Search:
             return None
         size = len(task.loop.graph.operators)
         most = min(MOST_PLANNED, max(2, PLANNED_OPERATORS // size))
+        self._estimates = self._estimated(task)
         groupings = self._groupings(task)
         if self.is_small:
             self._walk(groupings)
@@ -242,13 +247,11 @@ class _Search:
             # work, say least of them: they have the most messages.
             self._walk([one for one in groupings if max(map(len, one.devices)) == 1])
         nearly = NEARLY if self.is_small else NEARLY_LARGE
-        for grouping in groupings:
-            if len(self._planned) >= most or grouping.bound_seconds > nearly * self._enough_whole:
-                break
-            if self._best is not None and grouping.bound_seconds > (1 - LARGE_WORTH_SHARE) * self._least_seconds:
-                break
-            if not self._plan(grouping):
-                break
+        self._plan_hopeful(groupings, most, nearly)
+        known = 0
+        while self.is_small and known < len(self._too_large):
+            known = len(self._too_large)
+            self._plan_hopeful(self._groupings(task), most, nearly)
         if self._wanted.may_be_dealt:
             self._deal(MOST_DEALT if self.is_small else 1, nearly)
         if self._best is not None and self.is_small:
@@ -261,6 +264,16 @@ class _Search:
             raise self._refusal
         self.lacks_memory = self.lacks_memory or (self._best is None and self.is_small and self._misses_groupings())
         return self._best
+
+    def _plan_hopeful(self, groupings: Sequence[Grouping], most: int, nearly: float) -> None:
+        """Plan groupings, the least bound first, as long as they may be faster than what is to be beaten, so many at most."""
+        for grouping in groupings:
+            if len(self._planned) >= most or grouping.bound_seconds > nearly * self._enough_whole:
+                break
+            if self._best is not None and grouping.bound_seconds > (1 - LARGE_WORTH_SHARE) * self._least_seconds:
+                break
+            if not self._plan(grouping):
+                break
 
     def _misses_groupings(self) -> bool:
         """Whether groupings that do not fit might be faster than what is to be beaten."""
@@ -432,6 +445,17 @@ class _Search:
         return None
 
     def _groupings(self, task: PipelineTask) -> list[Grouping]:
+        """The groupings of stages that share no mesh, the least bound first."""
+        if not self._wanted.may_be_alone:
+            return []
+        everywhere = itertools.product(self._estimates.values(), self._counts)
+        found = [one for where, count in everywhere for one in self._best_groupings(task, where, count)]
+        if self._wanted.num_stages is not None:
+            found = [one for one in found if len(one.ends) == self._wanted.num_stages]
+        return sorted(found, key=lambda one: one.bound_seconds)
+
+    def _estimated(self, task: PipelineTask) -> dict[tuple[int, ...], Estimates]:
+        """By the order of the hosts, what groupings are made from."""
         cluster, wanted = task.cluster, self._wanted
         planner = self._planner(task.loop.count)
         mapped = layer_map(task.loop, planner.cut(self._layers(task.loop.count)))
@@ -442,7 +466,7 @@ class _Search:
         if task.is_large:
             orders = [order.of_sizes({part.num_devices for part in costs}) for order in orders]
         most = min(mapped.num_layers, cluster.num_devices // min(sizes))
-        self._estimates = {
+        return {
             order.hosts: Estimates(
                 order,
                 order.budgets(task.budget_of),
@@ -453,13 +477,19 @@ class _Search:
             )
             for order in orders
         }
-        if not wanted.may_be_alone:
-            return []
-        everywhere = itertools.product(self._estimates.values(), self._counts)
-        found = [one for where, count in everywhere for one in self._best_groupings(task, where, count)]
-        if wanted.num_stages is not None:
-            found = [one for one in found if len(one.ends) == wanted.num_stages]
-        return sorted(found, key=lambda one: one.bound_seconds)
+
+    def _learn(self, grouping: Grouping, stages: Sequence[int]) -> None:
+        """Leave groupings with these stages of one that did not fit."""
+        if grouping.homes is not None or not stages:
+            return
+        order = self._estimates[grouping.hosts].order
+        runs = list(zip(pairwise((0, *grouping.ends)), map(order.places, grouping.devices), strict=True))
+        for stage in stages:
+            (start, end), places = runs[stage]
+            part = order.parts[places[0], len(places)]
+            self._too_large.append(TooLarge(grouping.count, part, len(runs) - stage, start, end))
+        known = tuple(self._too_large)
+        self._estimates = {hosts: replace(one, too_large=known) for hosts, one in self._estimates.items()}
 
     def _best_groupings(self, task: PipelineTask, estimates: Estimates, count: int) -> list[Grouping]:
         """The best groupings into so many microbatches; where none fits, those that fit with residuals on the hosts."""
@@ -516,8 +546,9 @@ class _Search:
                 return False
             self._least_seconds = min(self._least_seconds, least_seconds)
             first, *others = planner.fastest_first(arrangement, schedules)
-        found = self._first_within_budget(planner, arrangement, (first, *others), give_up_seconds)
+        found, too_large = self._first_within_budget(planner, arrangement, (first, *others), give_up_seconds)
         if found is None:
+            self._learn(grouping, too_large)
             return True
         others = [
             schedule
@@ -538,19 +569,21 @@ class _Search:
         arrangement: Arrangement,
         schedules: Sequence[Schedule | OrderFunction],
         give_up_seconds: float,
-    ) -> PipelineFound | None:
-        """The pipeline under the first of the schedules that keeps the budget.
+    ) -> tuple[PipelineFound | None, tuple[int, ...]]:
+        """The pipeline under the first of the schedules that keeps the budget; or the stages that are too large under the first.
 
         Of a small program the others are tried only with residuals on the hosts: they keep more on the devices than the first.
         """
         hopeful = [schedule for schedule in schedules[1:] if schedule is not Schedule.GPIPE]  # which keeps most of all
+        too_large: tuple[int, ...] = ()
         for schedule in (schedules[0], *(hopeful if planner.is_large else ())):
             try:
-                return planner.plan(replace(arrangement, schedule=schedule), give_up_seconds)
+                return planner.plan(replace(arrangement, schedule=schedule), give_up_seconds), ()
             except BudgetError as error:
+                too_large = too_large or error.stages
                 self._refusal = self._refusal or error
                 self.lacks_memory = True
         for schedule in () if planner.is_large else schedules[1:]:
             if (found := planner.with_hosts(replace(arrangement, schedule=schedule), give_up_seconds)) is not None:
-                return found
-        return None
+                return found, ()
+        return None, too_large

@@ -176,6 +176,11 @@ class PipelineFound:
         """Whether every stage has a mesh of its own."""
         return len(self.arrangement.sharing) == len(self.arrangement.devices)
 
+    def has_stages_of(self, other: PipelineFound) -> bool:
+        """Whether both are the same but for the schedule."""
+        mine, theirs = self.arrangement, other.arrangement
+        return (self.count, mine.cuts, mine.devices) == (other.count, theirs.cuts, theirs.devices)
+
     @property
     def least_seconds(self) -> float:
         """What a step takes at least, under whatever schedule."""
@@ -585,6 +590,7 @@ class StagePlanner:
             f"{bytes_text(state_bytes)} are state and batch. The largest leaves there are {tenants}. Use more stages "
             "or devices, more microbatches, another schedule, or raise memory_per_device=.",
             needed_bytes=peaks[mesh],
+            stages=tuple(stage for stage, is_over in enumerate(self._over(result)) if is_over),
         )
 
 
