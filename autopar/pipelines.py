@@ -215,9 +215,10 @@ def pipeline_alike(
     squeezed = planner.squeezed(arrangement)
     if plan.shares:  # a layer is on all meshes, and counts as on the first
         squeezed = any(squeezed), *(False for _ in squeezed[1:])
-    found = _within_budget(planner, arrangement)
-    if found is None and is_free:  # under 1F1B fewer microbatches are in flight
-        found = _within_budget(planner, replace(arrangement, schedule=Schedule.ONE_F_ONE_B))
+    # Under 1F1B fewest microbatches are in flight; of those that lie on the hosts GPipe has fewest on a device.
+    others = [one for one in SCHEDULES if one is not schedule] if is_free else []
+    tried = (_within_budget(planner, replace(arrangement, schedule=one)) for one in (schedule, *others))
+    found = next((one for one in tried if one is not None), None)
     if found is not None and is_free:
         found = _under_the_fastest(planner, found)
     return Alike(None if found is None else (one, plan_of_pipeline(one, cluster, demands, found), None), squeezed)

@@ -242,8 +242,9 @@ class _Relief:
         return low
 
     def _raise_shares(self, shares: list[float], last_is_free: bool, report: Callable[[str], None]) -> None:
-        """Let single meshes keep all, or more by half, as long as that fits by other means: leaner layouts, residuals on the hosts,
-        another schedule.
+        """Let single meshes keep all, or more by half, as long as that fits by other means.
+
+        These are leaner layouts, residuals on the hosts, another schedule.
         """
         meshes = self._layers_of_meshes()
         for mesh, share in enumerate(shares):
@@ -271,13 +272,17 @@ class _Relief:
         return choices.alike(rematerialised(choices.subject, chosen, platform), self._plan, cuts)
 
     def _estimate(self, chosen: LayerRemat) -> float:
-        """Seconds of a step, by those of the lean plan and what is not repeated any more; of stages the first has most to do."""
+        """Seconds of a step, by those of the lean plan and what is not repeated any more.
+
+        Of N microbatches all but one wait for the mesh that has most to do; one goes through all of them.
+        """
         seconds = self._choices.seconds
         spared = [seconds(Remat.FULL, layer) - seconds(kind, layer) for layer, kind in enumerate(chosen.kinds)]
         homes = self._plan.meshes_of_stages
         devices = [len(self._plan.devices_of(homes.index(mesh))) for mesh in range(self._plan.num_meshes)]
         by_mesh = [sum(spared[k] for k in own) / n for own, n in zip(self._layers_of_meshes(), devices, strict=True)]
-        return self._plan.step_seconds - max(by_mesh)
+        most, count = max(by_mesh), self._plan.trips
+        return self._plan.step_seconds - most - (sum(by_mesh) - most) / count
 
     def _layers_of_meshes(self) -> list[list[int]]:
         """The layers on each mesh: a layer is on the stage where it begins."""
