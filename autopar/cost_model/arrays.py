@@ -101,6 +101,21 @@ def same_equation(one: Any, other: Any) -> bool:
     return literals[0] == literals[1] and str(one.params) == str(other.params)
 
 
+def _read_as_they_are(program: SpmdProgram) -> frozenset[Buffer]:
+    """Buffers with a dimension of size one on every device that not all of their readers broadcast."""
+    found = set(program.outputs)
+    for step in program.steps:
+        if isinstance(step, Reshard):
+            found.add(step.source)
+            continue
+        widest = step.results[0] if step.results else None
+        for buffer in step.operands:
+            shapes = [program.values[one.value].shape for one in (buffer, widest) if one is not None]
+            if buffer is not None and (len(shapes) == 1 or math.prod(shapes[0]) >= math.prod(shapes[1])):
+                found.add(buffer)
+    return frozenset(one for one in found if one is not None and 1 in program.values[one.value].shape)
+
+
 class _Builder(ArrayList):
     """Adds the nodes of one step after the other."""
 
@@ -116,6 +131,7 @@ class _Builder(ArrayList):
             for buffer in ((step.source,) if isinstance(step, Reshard) else set(step.operands))
         )
         self._uses.update(program.outputs)
+        self._kept_narrow = _read_as_they_are(program) if self.on_cpu else frozenset()
         self._run: dict[object, list[tuple[Any, int]]] = {}
 
     # --- collectives ---
@@ -339,9 +355,14 @@ class _Builder(ArrayList):
         return None
 
     def _computed(self, form: Form, inputs: tuple[int, ...], step: Run) -> tuple[int, bool]:
-        """The node of an operator's result, and whether it is new: equal work is done once, as XLA sees to it."""
+        """The node of an operator's result, and whether it is new: equal work is done once, as XLA sees to it.
+
+        XLA:CPU drops what is of size one from a result that is only broadcast, and then no longer finds it equal to another that
+        is read as it is: of a layer norm whose backward pass is at hand the first of two equal inverse roots is another array.
+        """
         operator, result = step.operator, step.results[0]
-        alike = self._run.setdefault((operator.primitive, inputs, step.strategy.factors), [])
+        is_narrow = len(inputs) == 1 and result in self._kept_narrow
+        alike = self._run.setdefault((operator.primitive, inputs, step.strategy.factors, is_narrow), [])
         for equation, known in alike:
             if same_equation(equation, operator.equation):
                 self.at[result] = known
