@@ -241,7 +241,7 @@ def _under_the_fastest(planner: StagePlanner, found: PipelineFound) -> PipelineF
         is_hopeless = schedule in SPLIT_SCHEDULES and found.least_seconds >= best.step_seconds
         if schedule is found.arrangement.schedule or is_hopeless:
             continue
-        other = planner.under(found, schedule)
+        other = planner.leanest_under(found, schedule, best.step_seconds)
         if other is not None and other.step_seconds < best.step_seconds:
             best = other
     return best

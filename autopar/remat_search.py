@@ -1,7 +1,7 @@
 """Should layers compute again what their backward passes read, and which of them?
 
 Where memory does not limit the plan, nothing is computed again.  Where nothing fits, or a pipeline nearly fills the memory, or
-pipelines that might be faster than the plan on one mesh do not fit, the step is also planned with every layer computed again
+pipelines that might be faster than the plan do not fit, the step is also planned with every layer computed again
 (``full``), which needs the least memory.  Then that plan is kept (its mesh, or its stages, devices and microbatches), and layers
 are relieved of work as far as the memory allows; so are those of slower pipelines that were planned on the way, for the best
 stages of layers that all compute again need not be the best of those of which some do.  Let layer ℓ keep b(ℓ, k) bytes and
@@ -18,6 +18,7 @@ the same time, each answer judged by planning and, of pipelines, simulating it. 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -165,7 +166,7 @@ def _may_pay(subject: Subjected, cluster: Cluster, demands: Demands, plain: Sear
     if not kept[1].is_pipeline:
         return plain.lacks_memory
     budget_bytes = float(demands.memory_per_device or cluster.per_device_memory_bytes)
-    return kept[1].peak_bytes > BOUND_SHARE * budget_bytes
+    return plain.lacks_memory or kept[1].peak_bytes > BOUND_SHARE * budget_bytes
 
 
 def _must_be_pipeline(cluster: Cluster, demands: Demands, kept: Planned | None) -> bool:
@@ -242,18 +243,18 @@ class _Relief:
         return low
 
     def _raise_shares(self, shares: list[float], last_is_free: bool, report: Callable[[str], None]) -> None:
-        """Let single meshes keep all, or more by half, as long as that fits by other means.
+        """Let single meshes keep all, or more by half, where that fits by other means and is faster.
 
         These are leaner layouts, residuals on the hosts, another schedule.
         """
         meshes = self._layers_of_meshes()
         for mesh, share in enumerate(shares):
-            for more in (1.0, (1.0 + share) / 2):
-                at = [*shares[:mesh], more, *shares[mesh + 1 :]]
-                answer = self._answer(self._chosen(meshes, at, last_is_free), report)
-                if answer is not None and answer.planned is not None:
-                    shares = at
-                    break
+            options = [[*shares[:mesh], more, *shares[mesh + 1 :]] for more in (share, (1.0 + share) / 2, 1.0)]
+            answers = [self._answer(self._chosen(meshes, at, last_is_free), report) for at in options]
+            seconds = [
+                math.inf if one is None or one.planned is None else _step_seconds(one.planned) for one in answers
+            ]
+            shares = options[seconds.index(min(seconds))]
 
     def _answer(self, chosen: LayerRemat, report: Callable[[str], None]) -> Alike | None:
         """The plan with these layers computed again; None where it is estimated to take too long."""

@@ -300,7 +300,7 @@ class _Search:
         for schedule in SPLIT_SCHEDULES:
             if found.least_seconds >= (1 - worth_share) * self._enough:
                 return
-            if (candidate := self._planner(found.count).under(found, schedule)) is None:
+            if (candidate := self._planner(found.count).leanest_under(found, schedule, self._enough)) is None:
                 self.lacks_memory = True
                 return
             yield candidate
@@ -556,9 +556,14 @@ class _Search:
             if schedule is not found.arrangement.schedule and planner.may_be_faster(found, schedule)
         ]
         self._fastest.append(found)
-        whole = (found, *(planner.under(found, schedule) for schedule in others))
-        self.lacks_memory = self.lacks_memory or None in whole
-        for candidate in itertools.chain(whole, self._split(found) if self.is_small else ()):
+        enough = min(self._enough, found.step_seconds)
+        under = [planner.leanest_under(found, schedule, enough) for schedule in others]
+        candidates = [found, *(one for one in under if one is not None)]
+        if self.is_small:
+            fastest = min(one.step_seconds for one in candidates)
+            free_seconds = min(planner.free_seconds(replace(arrangement, schedule=one)) for one in schedules)
+            self.lacks_memory = self.lacks_memory or free_seconds < fastest
+        for candidate in itertools.chain(candidates, self._split(found) if self.is_small else ()):
             if self._take(candidate):
                 self._grouping = grouping
         return True

@@ -248,16 +248,16 @@ class StagePlanner:
         """The schedules by the seconds of a step under each, without a budget; GPipe, which keeps everything, last."""
         lean = [schedule for schedule in schedules if schedule is not Schedule.GPIPE]
         if len(lean) > 1:
-            lean.sort(key=lambda one: self._free_seconds(replace(arrangement, schedule=one)))
+            lean.sort(key=lambda one: self.free_seconds(replace(arrangement, schedule=one)))
         return [*lean, *(schedule for schedule in schedules if schedule is Schedule.GPIPE)]
 
     def may_be_faster(self, found: PipelineFound, schedule: Schedule | OrderFunction) -> bool:
         """Whether the stages of a large program might be faster under another schedule: not if they are not without a budget."""
         if not self.is_large or schedule is Schedule.GPIPE:
             return True
-        return self._free_seconds(replace(found.arrangement, schedule=schedule)) < found.step_seconds
+        return self.free_seconds(replace(found.arrangement, schedule=schedule)) < found.step_seconds
 
-    def _free_seconds(self, arrangement: Arrangement) -> float:
+    def free_seconds(self, arrangement: Arrangement) -> float:
         """Seconds of a step without a budget."""
         return self._at(arrangement, self.cut(arrangement.cuts), [0.0] * len(arrangement.devices)).step_seconds
 
@@ -500,6 +500,24 @@ class StagePlanner:
                 return None
         other = self._simulated(arrangement, found.cut, found.found)
         return self._relieved(other) if any(self._over(other)) else other
+
+    def leanest_under(
+        self, found: PipelineFound, schedule: Schedule | OrderFunction, give_up_seconds: float
+    ) -> PipelineFound | None:
+        """Stages of a small program under another schedule, made leaner where that exceeds the budget (see :meth:`under`).
+
+        None where that is too little, or takes ``give_up_seconds``.
+        """
+        if (same := self.under(found, schedule)) is not None or self.is_large:
+            return same
+        arrangement = replace(found.arrangement, schedule=schedule)
+        if self.free_seconds(arrangement) >= give_up_seconds:
+            return None
+        try:
+            leaner = self.plan(arrangement, give_up_seconds)
+        except BudgetError:
+            return None
+        return leaner if leaner.step_seconds < give_up_seconds else None
 
     def _simulated(
         self,
