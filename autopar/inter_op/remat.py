@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from autopar import _compat
 from autopar._compat import Literal
 from autopar.graph.build import BARRIER, build_graph
-from autopar.graph.fusion import FREE, FUSIBLE, INPUT_FUSIBLE
+from autopar.graph.fusion import COSTLY, FREE, FUSIBLE, INPUT_FUSIBLE
 from autopar.graph.inline import inline
 from autopar.graph.ir import Graph, Operator, Phase, Value
 from autopar.graph.tracing import TracedProgram
@@ -95,16 +95,30 @@ class Rematerialising:
         loop = looped(build_graph(flat.jaxpr, platform="cpu"), self._batch, 1)
         found = (0, *layers(loop, self._state_pairs, at_most=MOST_LAYERS, at_least=2))
         coarser = narrow_starts(found, boundaries(loop, self._state_pairs).crossing_bytes.tolist())
-        return coarser if self._held_bytes(coarser) < (1 - SLACK) * self._held_bytes(found) else found
+        if self._held_bytes(coarser) < (1 - SLACK) * self._held_bytes(found):
+            found = coarser
+        several = (found[::times] for times in range(1, len(found)))
+        return next((starts for starts in several if self._saves(starts)), found)
+
+    def _saves(self, starts: tuple[int, ...]) -> bool:
+        """Whether less is held if all these layers are computed again than if none is."""
+        nothing = LayerRemat(starts, (Remat.NONE,) * len(starts))
+        return self._held_bytes(starts) < (1 - SLACK) * sum(self._stored_bytes(nothing))
 
     def _held_bytes(self, starts: tuple[int, ...]) -> int:
         """What is held if all these layers are computed again: what is kept of all, and what the largest makes again."""
-        chosen, layers = LayerRemat(starts, (Remat.FULL,) * len(starts)), range(len(starts))
-        kept, whole = (
-            [sum(value.size_bytes for value in self.kept(one, layer)) for layer in layers]
-            for one in (chosen, chosen.with_kinds([Remat.NONE] * len(starts)))
-        )
+        chosen = LayerRemat(starts, (Remat.FULL,) * len(starts))
+        kept, whole = map(self._stored_bytes, (chosen, chosen.with_kinds([Remat.NONE] * len(starts))))
         return sum(kept) + max(both - one for one, both in zip(kept, whole, strict=True))
+
+    def _stored_bytes(self, chosen: LayerRemat) -> list[int]:
+        """What the layers keep, without what kernels that read it make of the rest on the way."""
+        level = self._level(chosen)
+        found = []
+        for layer in range(len(chosen.starts)):
+            kept = level.kept(chosen, layer)
+            found.append(sum(level.graph.values[v].size_bytes for v in kept if not level.is_on_the_way(v, kept)))
+        return found
 
     def all(self, kind: Remat) -> LayerRemat:
         """The same choice for every layer."""
@@ -244,6 +258,12 @@ class _Level:
         made_again = {v for o in again.operators for v in o.results} - set(again.guarded)
         read |= {v for o in again.operators for v in o.operands if v is not None} - made_again
         return frozenset(v for v in read if v in self._maker and self._maker[v].id in self._number)
+
+    def is_on_the_way(self, value: int, kept: Set[int]) -> bool:
+        """Whether a value is cheap work on single elements of other values that are kept."""
+        maker = self._maker[value]
+        made_of = {v for v in maker.operands if v is not None and v in self._maker}
+        return maker.primitive in FUSIBLE - COSTLY and made_of <= kept
 
     def equations(self, chosen: LayerRemat) -> list[Any]:
         """The equations of the step and of the copies, those without use among them."""
