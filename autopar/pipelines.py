@@ -149,11 +149,31 @@ def _in_even_stages(
             f"the forward pass can be cut into {many}, too few for {num_stages} stages; ask for fewer stages{_kept_loop(one)}"
         )
     planner = StagePlanner(pipeline_task(one, loop, cluster, demands, report_progress))
-    found = planner.plan(Arrangement(cuts, devices, schedule), give_up_seconds)
-    if one.opened is not None and schedule is Schedule.ONE_F_ONE_B and demands.schedule is None:
-        others = [planner.under(found, other) for other in SCHEDULES if other is not schedule]
-        found = min((found, *(one for one in others if one is not None)), key=lambda one: one.step_seconds)
+    arrangement = Arrangement(cuts, devices, schedule)
+    is_free = one.opened is not None and schedule is Schedule.ONE_F_ONE_B and demands.schedule is None
+    if not is_free:
+        return one, plan_of_pipeline(one, cluster, demands, planner.plan(arrangement, give_up_seconds)), None
+    found = _under_the_fastest_of(SCHEDULES, planner, arrangement, give_up_seconds)
     return one, plan_of_pipeline(one, cluster, demands, found), None
+
+
+def _under_the_fastest_of(
+    schedules: Sequence[Schedule], planner: StagePlanner, arrangement: Arrangement, give_up_seconds: float
+) -> PipelineFound:
+    """The pipeline under the fastest of some schedules; under the others only with the same stages, or residuals on the hosts.
+
+    Raises :class:`~autopar.errors.BudgetError`, of the first schedule, where none keeps the budget.
+    """
+    first, *others = schedules
+    try:
+        found = planner.plan(replace(arrangement, schedule=first), give_up_seconds)
+    except BudgetError:
+        hosted = [planner.with_hosts(replace(arrangement, schedule=other), give_up_seconds) for other in others]
+        if not any(hosted):
+            raise
+        return min((one for one in hosted if one is not None), key=lambda one: one.step_seconds)
+    under = [planner.under(found, other) for other in others]
+    return min((found, *(one for one in under if one is not None)), key=lambda one: one.step_seconds)
 
 
 def plan_pipeline_like(

@@ -235,7 +235,9 @@ class _Planner:
         if self.subject.hosted or not may_be_pipeline(self.subject, self.cluster, self.demands, known):
             return Searched(whole)
         found = self._pipelines_below(float("inf") if known is None else known.step_seconds)
-        return found if found.best is not None else replace(found, best=whole)
+        if found.best is None:
+            return replace(found, best=whole)
+        return found if whole is None or self.is_large else replace(found, others=(whole, *found.others))
 
     def pipelines_below(self, seconds: float) -> Searched[Planned]:
         """The fastest pipeline where one may be chosen; none if it takes longer."""

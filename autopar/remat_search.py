@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -29,13 +29,14 @@ import numpy as np
 from autopar.cluster import Cluster, Platform
 from autopar.errors import BudgetError
 from autopar.graph.ir import Phase
+from autopar.inter_op.pipeline_search import SCHEDULES
 from autopar.inter_op.remat import RematCost, Rematerialising
 from autopar.inter_op.searched import Searched
 from autopar.intra_op.ilp import solve
 from autopar.intra_op.model import MemoryRow, Model
 from autopar.intra_op.search import LARGE_OPERATORS, Found
 from autopar.methods import IntraOp, method_of
-from autopar.plan import LayerRemat, Plan, Remat
+from autopar.plan import LayerRemat, Plan, Remat, Schedule
 from autopar.subjects import Demands, Subjected, rematerialised, rematerialising
 
 Planned = tuple[Subjected, Plan, Found | None]
@@ -49,7 +50,7 @@ REPEATED = 4 / 3
 MOST_TRIED = 6
 """So many mixtures of choices are planned at most: enough to find what is kept to 3 % of what can be."""
 
-HOPEFUL = 1.02
+HOPEFUL = 1.05
 """A mixture is planned if it is estimated to take so many times what the best plan takes at most."""
 
 TIE = 1e-6
@@ -103,10 +104,9 @@ def with_remat(
         return or_raise(kept, refusal)
     everything = rematerialised(subject, forms.all(Remat.FULL), platform)
     report("planning with layers that compute again")
-    enough = float("inf") if kept is None else kept[1].step_seconds
     try:
         if _must_be_pipeline(cluster, demands, kept):
-            lean = planners.pipelines(everything, REPEATED * enough)
+            lean = planners.pipelines(everything, REPEATED * (math.inf if kept is None else _step_seconds(kept)))
         else:
             lean = planners.best(everything)
     except BudgetError as error:
@@ -114,13 +114,27 @@ def with_remat(
             return or_raise(kept, refusal)
         also = "With every layer computed again (remat='full') it does not fit either."
         raise BudgetError(f"{refusal} {also}", needed_bytes=error.needed_bytes) from None
-    best, choices = kept, _Choices(subject, cluster, planners.alike, forms)
+    choices = _Choices(subject, cluster, planners.alike, forms)
+    best = kept
     for one in (lean.best, *sorted(lean.others, key=_step_seconds)):
         if one is not None:
-            relieved = _Relief(choices, one, enough).better_ones(report)
-            best = min((one, *relieved, *(() if best is None else (best,))), key=_step_seconds)
-            enough = best[1].step_seconds
+            best = _or_relieved(min((one, *([best] if best else ())), key=_step_seconds), choices, one[1], report)
+    if best is not None and best is not kept and demands.schedule is None:
+        for schedule in _other_schedules(best[1]):
+            best = _or_relieved(best, choices, replace(best[1], schedule=schedule), report)
     return or_raise(best, refusal)
+
+
+def _or_relieved(best: Planned, choices: _Choices, lean: Plan, report: Callable[[str], None]) -> Planned:
+    """The best plan so far, or one that is like another plan with fewer layers computed again, if that is faster."""
+    return min((best, *_Relief(choices, lean, _step_seconds(best)).better_ones(report)), key=_step_seconds)
+
+
+def _other_schedules(plan: Plan) -> tuple[Schedule, ...]:
+    """Under what else stages may run: in their memory there is room for other layers then."""
+    if not plan.is_pipeline or plan.shares or plan.num_meshes < len(plan.stages):
+        return ()
+    return tuple(schedule for schedule in SCHEDULES if schedule is not plan.schedule)
 
 
 def _step_seconds(planned: Planned) -> float:
@@ -210,10 +224,10 @@ class _Choices:
 class _Relief:
     """Owns the search for the layers that a lean plan can relieve of work."""
 
-    def __init__(self, choices: _Choices, lean: Planned, enough_seconds: float) -> None:
+    def __init__(self, choices: _Choices, lean: Plan, enough_seconds: float) -> None:
         """Plans that take ``enough_seconds`` are of no use."""
-        self._choices, self._plan, self._enough = choices, lean[1], enough_seconds
-        left = choices.forms.surviving(choices.all)
+        self._choices, self._plan, self._enough = choices, lean, enough_seconds
+        left = choices.forms.surviving(lean.remat)
         self._cuts = tuple(left[cut] for cut in self._plan.cuts)
         """Before which operators of the forward pass as it was written stages begin."""
         self._answers: dict[LayerRemat, Alike] = {}
@@ -277,8 +291,9 @@ class _Relief:
 
         Of N microbatches all but one wait for the mesh that has most to do; one goes through all of them.
         """
-        seconds = self._choices.seconds
-        spared = [seconds(Remat.FULL, layer) - seconds(kind, layer) for layer, kind in enumerate(chosen.kinds)]
+        seconds, lean = self._choices.seconds, self._plan.remat
+        kinds = zip(lean.kinds if lean.is_any else [Remat.NONE] * len(chosen.kinds), chosen.kinds, strict=True)
+        spared = [seconds(before, layer) - seconds(after, layer) for layer, (before, after) in enumerate(kinds)]
         homes = self._plan.meshes_of_stages
         devices = [len(self._plan.devices_of(homes.index(mesh))) for mesh in range(self._plan.num_meshes)]
         by_mesh = [sum(spared[k] for k in own) / n for own, n in zip(self._layers_of_meshes(), devices, strict=True)]

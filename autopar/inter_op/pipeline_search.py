@@ -555,10 +555,10 @@ class _Search:
             for schedule in schedules
             if schedule is not found.arrangement.schedule and planner.may_be_faster(found, schedule)
         ]
-        self._fastest.append(found)
         enough = min(self._enough, found.step_seconds)
         under = [planner.leanest_under(found, schedule, enough) for schedule in others]
         candidates = [found, *(one for one in under if one is not None)]
+        self._fastest.append(min(candidates, key=lambda one: one.step_seconds))
         if self.is_small:
             fastest = min(one.step_seconds for one in candidates)
             free_seconds = min(planner.free_seconds(replace(arrangement, schedule=one)) for one in schedules)
