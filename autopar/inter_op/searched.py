@@ -15,7 +15,8 @@ class Searched(Generic[T_co]):
     """The best plan; None: there is none.
 
     ``others`` are plans on other stages, or on one mesh, that were planned exactly and are slower: with other choices in their
-    layers they may be faster.  ``lacks_memory`` says whether pipelines that might be faster than the best were left for want of memory.
+    layers they may be faster.  ``lacks_memory`` says whether pipelines that might be faster than the best were left for want of
+    memory.
     """
 
     best: T_co | None
