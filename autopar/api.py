@@ -35,7 +35,7 @@ from autopar.likeness import Likeness, types_of
 from autopar.methods import HAND_MADE, Method, method_of
 from autopar.on_ray import pipeline_on_ray, step_on_ray
 from autopar.options import ArgumentNames, Options, checked_cluster, read_options
-from autopar.pipelines import assembled, loop_of
+from autopar.pipelines import assembled
 from autopar.plan import Offload, Plan, Remat, Schedule
 from autopar.planning import demands_of_user, make_plan, said_of_inputs
 from autopar.progress import Progress
@@ -43,6 +43,7 @@ from autopar.runtime.executor import Executor
 from autopar.runtime.pieced_array import PiecedArray
 from autopar.schedule.orders import OrderFunction
 from autopar.schedule.spmd import lower
+from autopar.stage_tasks import loop_of
 from autopar.subjects import Demands, Subjected, as_planned, subject_of
 from autopar.transfer import adapt_stage
 from autopar.user_shardings import UserShardings

@@ -26,9 +26,10 @@ from autopar.cost_model.hosted import has_host_memory, seconds_per_hosted_byte
 from autopar.errors import BudgetError, PlanError
 from autopar.intra_op.search import LARGE_OPERATORS
 from autopar.methods import IntraOp, method_of
-from autopar.pipelines import come_first, may_offload, wants_pipeline
+from autopar.pipelines import come_first, wants_pipeline
 from autopar.plan import Offload
 from autopar.remat_search import Planned, or_raise
+from autopar.stage_tasks import may_offload
 from autopar.subjects import Demands, Subjected, offloaded
 from autopar.wording import bytes_text
 

@@ -9,34 +9,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import jax
 
-from autopar.cluster import Cluster, Mesh
-from autopar.constraints import (
-    Leaves,
-    check_patterns,
-    meshes_of_user,
-    meshes_with_names,
-    with_constraints,
-    without_axes_of_one,
-)
-from autopar.cost_model.hosted import has_host_memory
+from autopar.cluster import Cluster
+from autopar.constraints import check_patterns
 from autopar.cost_model.pipeline import predict_pipeline
 from autopar.errors import BudgetError, PlanError
-from autopar.graph.build import LoopKind
-from autopar.graph.ir import Graph
 from autopar.graph.roles import Role
-from autopar.graph.wishes import Origin, wishes_of
 from autopar.inter_op.assemble import Assembled, assemble_plan, layouts_of_leaves
-from autopar.inter_op.crossings import boundaries
-from autopar.inter_op.dealing import check_homes, homes_of, schedule_of, stages_per_mesh_of
+from autopar.inter_op.dealing import homes_of, schedule_of
 from autopar.inter_op.examples import CoupledBatchError
-from autopar.inter_op.hosting import Hosting
-from autopar.inter_op.layers import layers
-from autopar.inter_op.looped import Looped, looped
 from autopar.inter_op.pipeline_search import (
     ESTIMATED_COUNT,
     SCHEDULES,
@@ -46,43 +31,33 @@ from autopar.inter_op.pipeline_search import (
     search_pipelines,
 )
 from autopar.inter_op.searched import Searched
-from autopar.inter_op.shares import looped_in_shares
-from autopar.inter_op.sites import split_evenly
-from autopar.inter_op.stages import (
-    Arrangement,
-    PipelineFound,
-    PipelineTask,
-    StageDemands,
-    StagePlanner,
-    leaves_of,
-)
-from autopar.intra_op.restrict import Reach, Restriction
+from autopar.inter_op.stages import Arrangement, PipelineFound, PipelineTask, StagePlanner
 from autopar.intra_op.search import LARGE_OPERATORS, MANY_OPERATORS
 from autopar.likeness import Likeness, StageAsThere, as_there, cuts_as_there
-from autopar.methods import InterOp, IntraOp, mesh_of, method_of
-from autopar.plan import UNOPENED, Offload, Opening, Plan, Schedule, SolverReport
-from autopar.reach import Subject, batch_reach
+from autopar.methods import InterOp, method_of
+from autopar.pipeline_shape import (
+    as_microbatches,
+    counts_of,
+    cuts_for,
+    devices_asked,
+    kept_loop_advice,
+    num_meshes_asked,
+    opening_for,
+    schedule_asked,
+    stages_asked,
+)
+from autopar.plan import Opening, Plan, Schedule, SolverReport
 from autopar.remat_search import Alike
-from autopar.schedule.orders import OrderFunction, as_entries
-from autopar.schedule.stage_program import Passing, StageProgram
+from autopar.schedule.orders import as_entries
+from autopar.stage_tasks import loop_of, pipeline_task
 from autopar.subjects import Demands, Rewritings, Subjected, as_loop, cut_between_trips, layer_loops_of
-from autopar.user_shardings import UserDemands, UserShardings, user_demands, with_wishes
-
-MOST_MICROBATCHES = 64
-"""The planner itself cuts a batch into so many microbatches at most on one mesh."""
+from autopar.user_shardings import UserShardings
 
 MOST_MICROBATCHES_OF_PIPELINES = 1024
-"""The same for pipelines, whose stages keep the residuals of several microbatches."""
+"""The planner itself cuts a batch into so many microbatches at most for stages, which keep the residuals of several."""
 
 WORTH_SHARE = 0.03
 """Where so little of a step is communication or repeated work, no pipeline is looked for."""
-
-MICROBATCHES_PER_MESH = 4
-"""Unless told otherwise a pipeline runs up to so many microbatches for each mesh: the bubble is then below a fifth."""
-
-FINER = (1, 2, 4)
-"""Layers are looked for so many times as fine as stages, until there are enough."""
-
 
 PlannedPipeline = tuple[Subjected, Plan, None]
 """A plan of several stages, with the program that it is a plan of."""
@@ -110,7 +85,7 @@ def plan_pipeline(
         if (chosen := _searched(forms, cluster, demands, wanted, report_progress).best) is not None:
             return chosen
     refusal: PlanError | None = None  # what now follows finds finer cuts, or says why there are none
-    for num_stages in _stages_demanded(demands, cluster):
+    for num_stages in stages_asked(demands, cluster):
         try:
             return _in_even_stages(subject, num_stages, cluster, demands, report_progress)
         except _TooFewLayersError as error:
@@ -135,18 +110,19 @@ def _in_even_stages(
 
     One that takes ``give_up_seconds`` before it keeps the memory budget is returned as it is.
     """
-    schedule = _schedule_of(demands)
-    num_meshes = _num_meshes(num_stages, schedule, cluster, demands)
-    one = _as_microbatches(subject, num_meshes, cluster, demands, opening_for(subject, num_stages))
+    schedule = schedule_asked(demands)
+    num_meshes = num_meshes_asked(num_stages, schedule, cluster, demands)
+    one = as_microbatches(subject, num_meshes, cluster, demands, opening_for(subject, num_stages))
     homes = homes_of(schedule, num_stages, one.num_microbatches, num_meshes)
-    devices = _devices_of(homes, cluster, demands)
+    devices = devices_asked(homes, cluster, demands)
     loop = loop_of(one)
     report_progress("finding the layers")
     cuts = cuts_for(loop, one.roles.state_pairs, num_stages)
     if len(cuts) != num_stages - 1:
         many = f"{len(cuts) + 1} layers" if cuts else "1 layer"
         raise _TooFewLayersError(
-            f"the forward pass can be cut into {many}, too few for {num_stages} stages; ask for fewer stages{_kept_loop(one)}"
+            f"the forward pass can be cut into {many}, too few for {num_stages} stages; ask for fewer stages"
+            + kept_loop_advice(one)
         )
     planner = StagePlanner(pipeline_task(one, loop, cluster, demands, report_progress))
     arrangement = Arrangement(cuts, devices, schedule)
@@ -195,7 +171,7 @@ def plan_pipeline_like(
     count, size = like.plan.num_microbatches, subject.roles.batch_size
     if demands.num_microbatches is None and size is not None and size % count == 0:
         demands = replace(demands, num_microbatches=count)
-    one = _as_microbatches(subject, len(there.devices), cluster, demands)
+    one = as_microbatches(subject, len(there.devices), cluster, demands)
     loop = loop_of(one)
     cuts = cuts_as_there(loop, one.roles.state_pairs, there)
     if len(cuts) != len(there.devices) - 1:
@@ -386,110 +362,6 @@ def _searched(
     return found.mapped(as_plan)
 
 
-def counts_of(batch_size: int | None, most: int = MOST_MICROBATCHES) -> list[int]:
-    """Numbers of microbatches that the planner itself tries: each is the one before by the least factor of what is left."""
-    counts = [1]
-    left = batch_size or 1
-    while left > 1 and counts[-1] * (factor := _least_factor(left, most)) <= most:
-        counts.append(counts[-1] * factor)
-        left //= factor
-    return counts
-
-
-def _least_factor(number: int, most: int) -> int:
-    """The least that divides a number of two or more."""
-    return next(factor for factor in range(2, number + 1) if number % factor == 0 or factor > most)
-
-
-def opening_for(subject: Subjected, num_stages: int) -> Opening:
-    """How loops over layers are cut for so many stages: into a piece for each, for more pieces take longer to plan."""
-    trips = max((loop.bodies[0].trips for loop in layer_loops_of(subject)), default=1)
-    return Opening(min(trips, num_stages))
-
-
-def _kept_loop(subject: Subjected) -> str:
-    """Advice where a loop over layers could not be cut."""
-    is_kept = any(one.primitive == LoopKind.SCAN for one in loop_of(subject).body.operators) and subject.opened is None
-    if not is_kept:
-        return ""
-    return ", or give the layers of a loop (scan) as arguments that are stacked along the loop: other loops stay on one stage"
-
-
-def loop_of(subject: Subjected) -> Looped:
-    """The loop over microbatches in a step that was rewritten as one, or the trip that holds those of its shares."""
-    if subject.shares:
-        return looped_in_shares(subject.graph, subject.roles.leaves(Role.BATCH), subject.shares)
-    return looped(subject.graph, subject.roles.leaves(Role.BATCH), subject.num_microbatches)
-
-
-def cuts_for(loop: Looped, state_pairs: Sequence[tuple[int, int]], num_stages: int) -> tuple[int, ...]:
-    """Where so many stages of about the same work begin; fewer than that many cuts where the model has fewer layers."""
-    found: tuple[int, ...] = ()
-    for finer in FINER:
-        found = layers(loop, state_pairs, at_most=finer * num_stages, at_least=num_stages)
-        if len(found) >= num_stages - 1:
-            return _evenly(found, boundaries(loop, state_pairs).flops.tolist(), num_stages)
-    return found
-
-
-def _evenly(positions: Sequence[int], flops: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """So many of the positions less one that the heaviest run of operators between them is lightest."""
-    ends = [0, *positions, len(flops)]
-    done = [sum(flops[:end]) for end in ends]
-    best: list[tuple[float, tuple[int, ...]]] = [
-        (work, ()) for work in done
-    ]  # by end: heaviest of the runs up to it, cuts
-    for runs in range(2, num_stages + 1):
-        best = [
-            min((max(best[cut][0], done[end] - done[cut]), (*best[cut][1], ends[cut])) for cut in range(runs - 1, end))
-            if end >= runs
-            else (math.inf, ())
-            for end in range(len(ends))
-        ]
-    return best[-1][1]
-
-
-def pipeline_task(
-    subject: Subjected, loop: Looped, cluster: Cluster, demands: Demands, report_progress: Callable[[str], None]
-) -> PipelineTask:
-    """The task of planning stages of a looped step, whichever they are."""
-    return PipelineTask(
-        loop,
-        subject.roles.state_pairs,
-        cluster,
-        float(demands.memory_per_device or cluster.per_device_memory_bytes),
-        subject.program.in_paths,
-        donates_state=demands.donate_state,
-        solver_seconds=demands.solver_seconds,
-        report_progress=report_progress,
-        demands=_StageDemands(subject, demands),
-        hosting=_hosting(cluster, demands),
-        budget_by_host=_budget_by_host(cluster, demands),
-    )
-
-
-def _hosting(cluster: Cluster, demands: Demands) -> Hosting:
-    """Which residuals may lie in the memory of the hosts; whether a demand can be met was asked before."""
-    if demands.offload is Offload.ACTIVATIONS:
-        return Hosting.ALL
-    is_free = demands.offload is None and demands.like is None and isinstance(method_of(demands.method), IntraOp)
-    return Hosting.NEEDED if is_free and may_offload(cluster) else Hosting.NONE
-
-
-def may_offload(cluster: Cluster) -> bool:
-    """Whether the memory of the hosts is another one than that of the devices, and its link known."""
-    return cluster.host_memory_link is not None and has_host_memory(cluster.device.platform.value)
-
-
-def _budget_by_host(cluster: Cluster, demands: Demands) -> tuple[float, ...]:
-    """Bytes of a device of each host, where these are of several kinds and the user names no budget."""
-    if demands.memory_per_device is not None or not cluster.host_devices:
-        return ()
-    return tuple(
-        float(cluster.kind_of(host).memory_bytes // cluster.compute_shared_by) for host in range(cluster.hosts)
-    )
-
-
 def assembled(plan: Plan, subject: Subjected, cluster: Cluster, *, donates_state: bool) -> Assembled:
     """What a plan of several stages runs; ``subject`` runs in the plan's microbatches (:func:`as_loop`)."""
     return assemble_plan(plan, loop_of(subject), subject.roles.state_pairs, cluster, donates_state=donates_state)
@@ -527,158 +399,3 @@ def plan_of_pipeline(subject: Subjected, cluster: Cluster, demands: Demands, fou
         remat=subject.remat,
         shares=subject.shares,
     )
-
-
-# -------------------------------------------------------------------------------------------- devices and microbatches
-
-
-def _schedule_of(demands: Demands) -> Schedule | OrderFunction:
-    """The schedule that is demanded; several stages on a mesh ask for the one that deals them round."""
-    if demands.schedule is not None:
-        return demands.schedule
-    is_dealt = (demands.stages_per_mesh or 1) > 1
-    if isinstance(demands.stages, tuple):
-        is_dealt = len(set(demands.stages)) < len(demands.stages)
-    return Schedule.INTERLEAVED_ONE_F_ONE_B if is_dealt else Schedule.ONE_F_ONE_B
-
-
-def _stages_demanded(demands: Demands, cluster: Cluster) -> Iterator[int]:
-    """How many stages; of the method that has a stage on every device also fewer."""
-    if demands.stages is not None:
-        yield demands.stages if isinstance(demands.stages, int) else len(demands.stages)
-        return
-    count = cluster.num_devices
-    yield count
-    lower = 1 << (count - 1).bit_length() - 1 if count > 1 else 0
-    while lower > 1:
-        yield lower
-        lower //= 2
-
-
-def _num_meshes(num_stages: int, schedule: Schedule | OrderFunction, cluster: Cluster, demands: Demands) -> int:
-    """On how many meshes the stages lie; of a user's own schedule at most."""
-    if isinstance(demands.stages, tuple):
-        return len(set(demands.stages))
-    if schedule is Schedule.INTERLEAVED_ONE_F_ONE_B:
-        return num_stages // (demands.stages_per_mesh or stages_per_mesh_of(num_stages, cluster))
-    return num_stages
-
-
-def _devices_of(homes: tuple[int, ...], cluster: Cluster, demands: Demands) -> tuple[tuple[int, ...], ...]:
-    """The devices of each stage, of which the meshes are told; raises :class:`~autopar.errors.PlanError` where there are none."""
-    stages, num_meshes = demands.stages, max(homes) + 1
-    if isinstance(stages, tuple):
-        check_devices(stages, cluster)
-        check_homes(stages, homes)
-        return stages
-    meshes = split_evenly(num_meshes, cluster)
-    if meshes is None:
-        dealt = "" if num_meshes == len(homes) else f", which share {num_meshes} meshes,"
-        raise PlanError(
-            f"stages={stages}{dealt} are more than the {cluster.num_devices} devices of {cluster.name}; ask for fewer, or "
-            "give the ids of each stage's devices, for example stages=[[0, 1], [2, 3]]"
-        )
-    if isinstance(method_of(demands.method), InterOp):
-        return tuple((home,) for home in homes)
-    return tuple(meshes[home] for home in homes)
-
-
-def check_devices(stages: tuple[tuple[int, ...], ...], cluster: Cluster) -> None:
-    """Check that the cluster has these devices, as many on each host of a stage; raises PlanError naming the stage."""
-    for number, devices in enumerate(stages):
-        if beyond := [device for device in devices if not 0 <= device < cluster.num_devices]:
-            raise PlanError(
-                f"stages: stage {number + 1} has the device {beyond[0]}, and the devices of {cluster.name} are 0 to "
-                f"{cluster.num_devices - 1}"
-            )
-        on_host: dict[int, int] = {}
-        for device in devices:
-            on_host[device // cluster.devices_per_host] = on_host.get(device // cluster.devices_per_host, 0) + 1
-        if len(set(on_host.values())) > 1:
-            raise PlanError(
-                f"stages: stage {number + 1} has {' and '.join(map(str, on_host.values()))} devices on its hosts; give it "
-                "as many devices on each host that it uses"
-            )
-
-
-def _as_microbatches(
-    subject: Subjected, num_meshes: int, cluster: Cluster, demands: Demands, opening: Opening = UNOPENED
-) -> Subjected:
-    """The step as a loop over the microbatches that are demanded, or over as many as are of use."""
-    platform = cluster.device.platform.value
-    if opening.pieces > 1:
-        subject = cut_between_trips(subject, opening, platform)
-    if demands.num_microbatches is not None:
-        return as_loop(subject, demands.terms(demands.num_microbatches), platform)
-    count = max(n for n in counts_of(subject.roles.batch_size) if n <= MICROBATCHES_PER_MESH * num_meshes)
-    try:
-        return as_loop(subject, demands.terms(count), platform)
-    except CoupledBatchError as error:
-        return replace(as_loop(subject, demands.terms(1), platform), coupling=str(error))
-
-
-# ------------------------------------------------------------------------------------------------- what stages may do
-
-
-class _StageDemands:
-    """What the method and the user ask of a stage; called for each."""
-
-    def __init__(self, subject: Subjected, demands: Demands) -> None:
-        self._subject, self._demands = subject, demands
-        self._method = method_of(demands.method)
-        self._state = frozenset(subject.roles.leaves(Role.STATE))
-        self._batch = frozenset(subject.roles.leaves(Role.BATCH))
-        self._tied: dict[Mesh, Reach] = {}
-
-    def __call__(self, program: StageProgram, graph: Graph, cluster: Cluster) -> StageDemands:
-        demands, method = self._demands, self._method
-        leaves = leaves_of(program, graph)
-        names = {value: self._subject.program.in_paths[position] for value, position in leaves.items()}
-        own = [k for k, value in enumerate(graph.inputs) if leaves.get(value) in self._state]
-        rows = [k for k, value in enumerate(graph.inputs) if leaves.get(value) in self._batch]
-        meshes = method.meshes(cluster)
-        if demands.mesh_shape is not None:
-            wanted = mesh_of(demands.mesh_shape, cluster)
-            meshes = (wanted,) if isinstance(method, IntraOp) else tuple(mesh for mesh in meshes if mesh == wanted)
-            if not meshes:
-                raise PlanError(
-                    f"method={method.name!r} cannot use mesh_shape={demands.mesh_shape}; leave one of them out"
-                )
-        user = self._of_user(graph, names, own, cluster)
-        meshes = meshes_of_user(meshes, user, method)
-        constraints = without_axes_of_one(demands)
-        meshes = meshes_with_names(meshes, constraints)
-        named = Leaves(graph, names, frozenset(graph.inputs[k] for k in rows))
-
-        def restriction(mesh: Mesh) -> Restriction:
-            received = self._received(program, graph, mesh)
-            view = Subject(graph, tuple(own), tuple(rows), 1, received, program.state_pairs)
-            allowed = with_constraints(method.restriction(view, mesh), named, constraints, mesh)
-            return with_wishes(allowed, user, graph, mesh)
-
-        separate = frozenset(wish.value for wish in user.wishes if wish.origin is Origin.CODE)
-        return StageDemands(meshes, restriction, separate, not demands.constraints and user.meshes is None)
-
-    def _of_user(self, graph: Graph, names: Mapping[int, str], state: list[int], cluster: Cluster) -> UserDemands:
-        """What shardings in the user's code ask of a stage: meshes there are those of its devices alone."""
-        subject, demands = self._subject, self._demands
-        if demands.user_shardings is UserShardings.IGNORE or subject.leaves is None:
-            return UserDemands()
-        paths = [names.get(value, f"<received {number}>") for number, value in enumerate(graph.inputs)]
-        wishes = wishes_of(graph, paths, state, subject.leaves)
-        shape = demands.mesh_shape
-        return user_demands(wishes, graph, cluster, mesh_shape=shape, is_free=isinstance(self._method, IntraOp))
-
-    def _received(self, program: StageProgram, graph: Graph, mesh: Mesh) -> Reach:
-        """Dimensions of what a stage receives along which a hand-made method would cut the examples."""
-        if isinstance(self._method, IntraOp | InterOp) or "data" not in mesh.axis_names:
-            return {}
-        if mesh not in self._tied:
-            whole = Subject(self._subject.graph, tuple(self._state), tuple(self._batch), 1)
-            self._tied[mesh] = batch_reach(whole, mesh, "data")
-        tied = self._tied[mesh]
-        return {
-            value: frozenset(dim + 1 for dim in tied[end.crossing.value])  # received is a stack over the microbatches
-            for value, end in zip(graph.inputs, program.inputs, strict=True)
-            if end.crossing is not None and end.crossing.passing is Passing.MICRO and end.crossing.value in tied
-        }

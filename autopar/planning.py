@@ -53,10 +53,10 @@ from autopar.intra_op.within_budget import HOPELESS
 from autopar.likeness import as_there
 from autopar.methods import HAND_MADE, IntraOp, Shares, mesh_of, method_of
 from autopar.microbatch_search import ANY_AXES, MicrobatchSearch
+from autopar.pipeline_shape import counts_of
 from autopar.pipelines import (
     best_pipeline,
     come_first,
-    counts_of,
     leaves_layouts_open,
     may_be_pipeline,
     pipeline_alike,

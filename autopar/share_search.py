@@ -25,9 +25,11 @@ from autopar.graph.ir import Graph
 from autopar.inter_op.sites import split_evenly
 from autopar.inter_op.stages import Arrangement, PipelineFound, StagePlanner
 from autopar.methods import Shares, method_of
-from autopar.pipelines import check_devices, counts_of, loop_of, pipeline_task, plan_of_pipeline
+from autopar.pipeline_shape import check_devices, counts_of
+from autopar.pipelines import plan_of_pipeline
 from autopar.plan import Plan, Schedule
 from autopar.schedule.instructions import Part
+from autopar.stage_tasks import loop_of, pipeline_task
 from autopar.subjects import Demands, Subjected, as_loop
 
 MOST_MICROBATCHES = 64

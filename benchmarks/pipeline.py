@@ -47,12 +47,13 @@ from autopar.cost_model.pipeline import machine_of, transfer_load
 from autopar.cost_model.simulate import Work, simulate
 from autopar.inter_op.layers import layers
 from autopar.inter_op.stages import Arrangement, PipelineFound, PipelineTask, StagePlanner
-from autopar.pipelines import loop_of, pipeline_task, plan_of_pipeline
+from autopar.pipelines import plan_of_pipeline
 from autopar.plan import Schedule
 from autopar.runtime.cross_mesh import Mover
 from autopar.runtime.pipeline import Key, PipelineExecutor
 from autopar.runtime.stage_executable import StageExecutable
 from autopar.schedule.instructions import Part
+from autopar.stage_tasks import loop_of, pipeline_task
 from autopar.subjects import Demands, Subjected
 from benchmarks.models.base import Batch, Model
 from benchmarks.ranking import priced, tau_text, verdict

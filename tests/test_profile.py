@@ -38,7 +38,6 @@ from autopar.inter_op.stages import Arrangement, StagePlanner
 from autopar.measure import Effort, Measuring, measure
 from autopar.measured_convolutions import CONVOLUTIONS
 from autopar.measured_operations import OPERATIONS, Operation
-from autopar.pipelines import loop_of, pipeline_task
 from autopar.plan import Layout, Prediction, Schedule
 from autopar.profile import (
     CollectiveCurve,
@@ -55,6 +54,7 @@ from autopar.profile import (
 from autopar.profile_file import default_path, find_profile, load_profile, save_profile
 from autopar.schedule.instructions import Part
 from autopar.schedule.reshard import Move, MoveKind, after_move, layouts_of, moves_between
+from autopar.stage_tasks import loop_of, pipeline_task
 from autopar.timing import RationedTimer, Timer
 from benchmarks.models import build
 

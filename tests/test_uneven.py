@@ -20,7 +20,7 @@ from autopar.cost_model.transfers import cheapest_transfer, transfer_seconds
 from autopar.errors import ClusterError
 from autopar.homes import devices_here
 from autopar.inter_op.sites import fewer_devices, host_orders, shares_of, split_evenly, stage_sizes
-from autopar.pipelines import counts_of
+from autopar.pipeline_shape import counts_of
 from autopar.plan import Layout
 from autopar.schedule.cross_mesh import Placement
 from benchmarks.models import build

@@ -16,10 +16,12 @@ from autopar.graph.roles import Role
 from autopar.inter_op.examples import CoupledBatchError
 from autopar.inter_op.stages import Arrangement, StageDemands, StagePlanner
 from autopar.methods import DataParallel, ExpertParallel, TensorParallel, mesh_of
-from autopar.pipelines import cuts_for, loop_of, pipeline_task, plan_of_pipeline
+from autopar.pipeline_shape import cuts_for
+from autopar.pipelines import plan_of_pipeline
 from autopar.plan import Plan, Schedule
 from autopar.planning import make_plan
 from autopar.schedule.stage_program import StageProgram
+from autopar.stage_tasks import loop_of, pipeline_task
 from autopar.subjects import Demands, as_loop
 from benchmarks.suites.published import Asked, Cell, PlanFound, Suite
 from benchmarks.suites.steps import Step, moe_config, step_of, step_with_adam
