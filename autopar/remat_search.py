@@ -102,8 +102,8 @@ def with_remat(
     forms = rematerialising(subject)
     if forms.says_remat:
         return or_raise(kept, refusal)
-    everything = rematerialised(subject, forms.all(Remat.FULL), platform)
     report("planning with layers that compute again")
+    everything = rematerialised(subject, forms.all(Remat.FULL), platform)
     try:
         if _must_be_pipeline(cluster, demands, kept):
             lean = planners.pipelines(everything, REPEATED * (math.inf if kept is None else _step_seconds(kept)))
@@ -115,14 +115,23 @@ def with_remat(
         also = "With every layer computed again (remat='full') it does not fit either."
         raise BudgetError(f"{refusal} {also}", needed_bytes=error.needed_bytes) from None
     choices = _Choices(subject, cluster, planners.alike, forms)
+    return or_raise(_relieved(choices, lean, kept, demands, report), refusal)
+
+
+def _relieved(
+    choices: _Choices, lean: Searched[Planned], kept: Planned | None, demands: Demands, report: Callable[[str], None]
+) -> Planned | None:
+    """The fastest of the plan without layers that compute again, of lean plans, and of plans like these with fewer of them."""
     best = kept
     for one in (lean.best, *sorted(lean.others, key=_step_seconds)):
         if one is not None:
-            best = _or_relieved(min((one, *([best] if best else ())), key=_step_seconds), choices, one[1], report)
-    if best is not None and best is not kept and demands.schedule is None:
+            fastest = one if best is None else min(best, one, key=_step_seconds)
+            best = _or_relieved(fastest, choices, one[1], report)
+    is_small = len(choices.subject.graph.operators) <= LARGE_OPERATORS
+    if best is not None and best is not kept and demands.schedule is None and is_small:
         for schedule in _other_schedules(best[1]):
             best = _or_relieved(best, choices, replace(best[1], schedule=schedule), report)
-    return or_raise(best, refusal)
+    return best
 
 
 def _or_relieved(best: Planned, choices: _Choices, lean: Plan, report: Callable[[str], None]) -> Planned:
