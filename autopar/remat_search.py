@@ -50,7 +50,7 @@ REPEATED = 4 / 3
 MOST_TRIED = 6
 """So many mixtures of choices are planned at most: enough to find what is kept to 3 % of what can be."""
 
-HOPEFUL = 1.05
+HOPEFUL = 1.1
 """A mixture is planned if it is estimated to take so many times what the best plan takes at most."""
 
 TIE = 1e-6
