@@ -24,10 +24,11 @@ from autopar.cluster import AXIS_NAMES, Cluster, Mesh
 from autopar.graph.ir import Graph
 from autopar.graph.roles import Role, Roles
 from autopar.graph.tracing import Keys, TracedProgram
+from autopar.inter_op.arranged import StageDemands
 from autopar.inter_op.crossings import boundaries
 from autopar.inter_op.looped import Looped
 from autopar.inter_op.placing import first_readers
-from autopar.inter_op.stages import StageDemands, leaves_of
+from autopar.inter_op.stages import leaves_of
 from autopar.intra_op.restrict import Restriction
 from autopar.plan import Layout, Opening, Plan
 from autopar.schedule.reshard import divides

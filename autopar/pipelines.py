@@ -19,6 +19,7 @@ from autopar.constraints import check_patterns
 from autopar.cost_model.pipeline import predict_pipeline
 from autopar.errors import BudgetError, PlanError
 from autopar.graph.roles import Role
+from autopar.inter_op.arranged import Arrangement, PipelineFound, PipelineTask
 from autopar.inter_op.assemble import Assembled, assemble_plan, layouts_of_leaves
 from autopar.inter_op.dealing import homes_of, schedule_of
 from autopar.inter_op.examples import CoupledBatchError
@@ -31,7 +32,7 @@ from autopar.inter_op.pipeline_search import (
     search_pipelines,
 )
 from autopar.inter_op.searched import Searched
-from autopar.inter_op.stages import Arrangement, PipelineFound, PipelineTask, StagePlanner
+from autopar.inter_op.stages import StagePlanner
 from autopar.intra_op.search import LARGE_OPERATORS, MANY_OPERATORS
 from autopar.likeness import Likeness, StageAsThere, as_there, cuts_as_there
 from autopar.methods import InterOp, method_of

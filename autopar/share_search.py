@@ -22,8 +22,9 @@ from dataclasses import replace
 from autopar.cluster import Cluster
 from autopar.errors import BudgetError, PlanError
 from autopar.graph.ir import Graph
+from autopar.inter_op.arranged import Arrangement, PipelineFound
 from autopar.inter_op.sites import split_evenly
-from autopar.inter_op.stages import Arrangement, PipelineFound, StagePlanner
+from autopar.inter_op.stages import StagePlanner
 from autopar.methods import Shares, method_of
 from autopar.pipeline_shape import check_devices, counts_of
 from autopar.pipelines import plan_of_pipeline

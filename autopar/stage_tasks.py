@@ -15,10 +15,11 @@ from autopar.errors import PlanError
 from autopar.graph.ir import Graph
 from autopar.graph.roles import Role
 from autopar.graph.wishes import Origin, wishes_of
+from autopar.inter_op.arranged import PipelineTask, StageDemands
 from autopar.inter_op.hosting import Hosting
 from autopar.inter_op.looped import Looped, looped
 from autopar.inter_op.shares import looped_in_shares
-from autopar.inter_op.stages import PipelineTask, StageDemands, leaves_of
+from autopar.inter_op.stages import leaves_of
 from autopar.intra_op.restrict import Reach, Restriction
 from autopar.methods import InterOp, IntraOp, mesh_of, method_of
 from autopar.plan import Offload

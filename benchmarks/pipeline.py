@@ -45,8 +45,9 @@ from autopar.compiled import Compiled
 from autopar.cost_model.machine import Machine, Processor, Resource, ResourceKind
 from autopar.cost_model.pipeline import machine_of, transfer_load
 from autopar.cost_model.simulate import Work, simulate
+from autopar.inter_op.arranged import Arrangement, PipelineFound, PipelineTask
 from autopar.inter_op.layers import layers
-from autopar.inter_op.stages import Arrangement, PipelineFound, PipelineTask, StagePlanner
+from autopar.inter_op.stages import StagePlanner
 from autopar.pipelines import plan_of_pipeline
 from autopar.plan import Schedule
 from autopar.runtime.cross_mesh import Mover

@@ -18,7 +18,7 @@ import pytest
 
 from autopar.cost_model.hlo import HloCollective, collectives, parse_module
 from autopar.cost_model.pipeline import ExecutableCost, StageCost
-from autopar.inter_op.stages import PipelineFound
+from autopar.inter_op.arranged import PipelineFound
 from autopar.plan import Schedule
 from autopar.runtime.pipeline import Interpreter, PipelineExecutor
 from autopar.runtime.stage_executable import StageExecutable

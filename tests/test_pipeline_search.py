@@ -12,8 +12,9 @@ import autopar
 from autopar.cluster import Link
 from autopar.errors import BudgetError, ScheduleError
 from autopar.inter_op import stages
+from autopar.inter_op.arranged import Arrangement, PipelineFound, PipelineTask
 from autopar.inter_op.pipeline_search import Wanted, search_pipelines
-from autopar.inter_op.stages import Arrangement, PipelineFound, PipelineTask, StagePlanner
+from autopar.inter_op.stages import StagePlanner
 from autopar.intra_op.search import Ground
 from autopar.plan import Schedule
 from autopar.schedule.orders import Order, OrderFunction

@@ -33,8 +33,9 @@ from autopar.cost_model.reshard import (
 from autopar.cost_model.roofline import operator_seconds
 from autopar.errors import ClusterError
 from autopar.graph.merging import Merged
+from autopar.inter_op.arranged import Arrangement
 from autopar.inter_op.layers import layers
-from autopar.inter_op.stages import Arrangement, StagePlanner
+from autopar.inter_op.stages import StagePlanner
 from autopar.measure import Effort, Measuring, measure
 from autopar.measured_convolutions import CONVOLUTIONS
 from autopar.measured_operations import OPERATIONS, Operation

@@ -9,8 +9,9 @@ import pytest
 
 from autopar.cluster import Cluster
 from autopar.graph.ir import Graph
+from autopar.inter_op.arranged import Arrangement, StageDemands
 from autopar.inter_op.looped import constants_of
-from autopar.inter_op.stages import Arrangement, StageDemands, StagePlanner, even_devices
+from autopar.inter_op.stages import StagePlanner, even_devices
 from autopar.intra_op.restrict import Restriction
 from autopar.methods import mesh_of
 from autopar.plan import Layout, Schedule

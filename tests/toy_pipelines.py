@@ -14,10 +14,11 @@ from autopar.graph.build import build_graph
 from autopar.graph.roles import Role, infer_roles
 from autopar.graph.tracing import trace
 from autopar.inter_op.accumulate import accumulated
+from autopar.inter_op.arranged import Arrangement, PipelineFound, PipelineTask
 from autopar.inter_op.examples import examples_of
 from autopar.inter_op.looped import Looped, as_one_trip, looped
 from autopar.inter_op.placing import forward_operators
-from autopar.inter_op.stages import Arrangement, PipelineFound, PipelineTask, StagePlanner, even_devices
+from autopar.inter_op.stages import StagePlanner, even_devices
 from autopar.plan import Schedule
 from benchmarks.models import Model, build
 from tests.toy_runs import eight_slow_devices

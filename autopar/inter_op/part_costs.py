@@ -21,9 +21,10 @@ import math
 from collections.abc import Iterable
 
 from autopar.cluster import Cluster
+from autopar.inter_op.arranged import MAX_AXES, PipelineTask
 from autopar.inter_op.layer_costs import LayerCosts, LayerMap, layer_costs
 from autopar.inter_op.looped import constants_of
-from autopar.inter_op.stages import FIRST_PRICE_SHARE, MAX_AXES, PRICE_STEP, RISES, PipelineTask
+from autopar.inter_op.stages import FIRST_PRICE_SHARE, PRICE_STEP, RISES
 from autopar.intra_op.priced import Prices
 from autopar.intra_op.restrict import Restriction
 from autopar.intra_op.search import Task

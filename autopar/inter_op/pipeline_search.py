@@ -33,6 +33,7 @@ from itertools import pairwise
 from autopar.cluster import Cluster
 from autopar.errors import BudgetError, ScheduleError
 from autopar.graph.rules import Rulebook
+from autopar.inter_op.arranged import LARGE_WORTH_SHARE, Arrangement, PipelineFound, PipelineTask
 from autopar.inter_op.dealing import dealt_homes, homes_of
 from autopar.inter_op.grouping import Estimates, Grouping, TooLarge, best_groupings, given_grouping, shared_grouping
 from autopar.inter_op.hosting import Hosting
@@ -43,13 +44,7 @@ from autopar.inter_op.moves import near
 from autopar.inter_op.part_costs import costs_of_parts
 from autopar.inter_op.searched import Searched
 from autopar.inter_op.sites import host_order, host_orders, largest_packed, may_idle, placed, stage_sizes
-from autopar.inter_op.stages import (
-    LARGE_WORTH_SHARE,
-    Arrangement,
-    PipelineFound,
-    PipelineTask,
-    StagePlanner,
-)
+from autopar.inter_op.stages import StagePlanner
 from autopar.intra_op.search import LARGE_OPERATORS
 from autopar.plan import Schedule
 from autopar.schedule.orders import OrderFunction

@@ -13,8 +13,9 @@ from autopar.collector import paused_collector
 from autopar.errors import BudgetError, PlanError
 from autopar.graph.ir import Graph
 from autopar.graph.roles import Role
+from autopar.inter_op.arranged import Arrangement, StageDemands
 from autopar.inter_op.examples import CoupledBatchError
-from autopar.inter_op.stages import Arrangement, StageDemands, StagePlanner
+from autopar.inter_op.stages import StagePlanner
 from autopar.methods import DataParallel, ExpertParallel, TensorParallel, mesh_of
 from autopar.pipeline_shape import cuts_for
 from autopar.pipelines import plan_of_pipeline
