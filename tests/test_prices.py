@@ -35,6 +35,8 @@ def test_one_mesh_is_asked_for_alone() -> None:
         known = next(one for one in every.by_mesh(at) if one.stage.mesh == mesh)
         one = alone.on(mesh, at)
         assert one is not None and one.stage == known.stage and alone.on(mesh, at) is one
+        others = {other.stage.mesh for other in alone.others_of(one)}  # of stages that share a mesh they are asked for
+        assert others == {other.stage.mesh for other in every.by_mesh(at)} - {mesh}
     assert alone.on(Mesh(("data",), (3,)), 0.0) is None
 
 

@@ -135,9 +135,12 @@ class Prices:
 
     def others_of(self, stage: PricedStage) -> tuple[PricedStage, ...]:
         """What is best on the other meshes at the price at which a stage was found."""
-        price = next((price for price, one in self._cheapest.items() if one is stage), None)
-        if price is None:
-            price = next(price for price, answer in self._answers.items() if any(one is stage for one in answer))
+        found = [
+            *self._cheapest.items(),
+            *((price, one) for (price, _), one in self._alone.items()),
+            *((price, one) for price, answer in self._answers.items() for one in answer),
+        ]
+        price = next(price for price, one in found if one is stage)
         return tuple(one for one in self.by_mesh(price) if one.stage.mesh != stage.stage.mesh)
 
     def _solve(self, price: float) -> tuple[PricedStage, ...]:
