@@ -442,6 +442,6 @@ def cases() -> tuple[Case, ...]:
         cluster = cluster_of(hosts, per_host, network=SLOW, local=MIDDLE)
         found.append(Case(f"{hosts} × {per_host} devices", lambda: mlp(even, 32), four, cluster, (1, 4)))
     slow = cluster_of(2, 2, network=SLOW)
-    for budget in (100_000, 120_000, 160_000):
+    for budget in (114_000, 120_000, 160_000):
         found.append(Case(f"budget {budget}", lambda: mlp(even, 64), four, slow, (1, 2, 4), budget))
     return tuple(found)
