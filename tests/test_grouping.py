@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.inter_op.grouping import Estimates, best_groupings, given_grouping
+from autopar.inter_op.grouping import Estimates, TooLarge, best_groupings, given_grouping
 from autopar.inter_op.layer_costs import LayerCosts
 from autopar.inter_op.sites import host_order, stage_sizes
 from tests.pipeline_enumerator import cluster_of
@@ -73,6 +74,29 @@ def test_even_stages_on_equally_many_devices_are_not_missed(seed: int, count: in
         slowest = {ends: max(seconds[a:b].sum() for a, b in pairwise((0, *ends))) for ends in splits}
         even = given_grouping(estimates, count, min(slowest, key=slowest.__getitem__), places)
         assert even is not None and found[stages] <= even.bound_seconds * (1 + 1e-9)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([8, 64]), st.integers(0, HOSTS * DEVICES - 1))
+def test_a_stage_that_is_too_large_is_in_no_grouping_again(seed: int, count: int, pick: int) -> None:
+    """Nor is one of more layers, or with more microbatches in flight, on devices of that kind and number."""
+    estimates = estimates_of(seed)
+    best = best_groupings(estimates, count)[0]
+    runs = list(zip(pairwise((0, *best.ends)), best.devices, strict=True))
+    number = pick % len(runs)
+    (start, end), devices = runs[number]
+    part = estimates.order.parts[devices[0], len(devices)]
+    known = TooLarge(count, part, len(runs) - number, start, end)
+    others = best_groupings(replace(estimates, too_large=(known,)), count)
+    assert best not in others
+    for one in others:
+        for behind, (run, places) in enumerate(
+            zip(reversed(list(pairwise((0, *one.ends)))), reversed(one.devices), strict=True), start=1
+        ):
+            holds_it = run[0] <= start and run[1] >= end and behind >= known.from_end
+            assert not (holds_it and len(places) == part.num_devices)
+    elsewhere = replace(estimates, too_large=(replace(known, count=2 * count),))
+    assert best_groupings(elsewhere, count) == best_groupings(estimates, count)
 
 
 def test_few_examples_leave_devices_the_same_work() -> None:

@@ -28,6 +28,8 @@ from autopar.inter_op.placing import forward_operators
 from autopar.schedule.stage_program import Passing
 from benchmarks.models import Size, build
 from examples.gpt import model as gpt
+from tests.pipeline_enumerator import blocks
+from tests.toy_pipelines import step_of as toy_step_of
 
 Step = tuple[Looped, tuple[tuple[int, int], ...]]
 
@@ -82,6 +84,15 @@ def test_bytes_of_a_cut_are_those_that_cross(name: str, count: int) -> None:
     assert len(found) == len(forward_operators(step[0])) + 1
     for position in sorted({*range(0, len(found), max(1, len(found) // 30)), len(found) - 1}):
         assert found[position] == pytest.approx(really_crossing(step, position), rel=1e-9), position
+
+
+def test_no_layer_begins_where_the_batch_would_be_read_on_both_sides() -> None:
+    """The first block adds up the batch itself, so before and after its sum as much crosses."""
+    step = toy_step_of(blocks((64, 64), 32, 4, 32), 2)
+    (cut,) = layers(step.loop, step.state_pairs, at_most=2, at_least=2)
+    found = boundaries(step.loop, step.state_pairs)
+    assert found.crossing_bytes[cut - 1] <= found.crossing_bytes[cut]
+    assert found.shared_bytes[cut - 1] > 0 == found.shared_bytes[cut]
 
 
 def test_work_is_that_of_all_placed_operators() -> None:
