@@ -32,7 +32,7 @@ COUPLED = ("wide_resnet", "two_tower")
 """Models whose examples depend on each other, so that their batch stays whole."""
 EXAMPLES = {"long_context": 2}
 """In the batch of models that have fewer than there may be microbatches."""
-MOST_STAGES = {"gpt_scan": 3, "lstm": 3}
+MOST_STAGES = {"gpt_scan": 3}
 """Models most of which is one loop."""
 
 SEQUENCE, VOCABULARY = 16, 128
