@@ -11,7 +11,7 @@ import pytest
 import autopar
 from autopar.cluster import Link
 from autopar.errors import BudgetError, ScheduleError
-from autopar.inter_op import stages
+from autopar.inter_op import arranged, stages
 from autopar.inter_op.arranged import Arrangement, PipelineFound, PipelineTask
 from autopar.inter_op.pipeline_search import Wanted, search_pipelines
 from autopar.inter_op.stages import StagePlanner
@@ -259,7 +259,7 @@ def test_the_last_price_changes_nothing_but_when_a_refusal_comes(monkeypatch: py
     step, cluster = CASES[SLOW].step(best.candidate.num_microbatches), CASES[SLOW].cluster
     arrangement = Arrangement(best.candidate.cuts, best.candidate.devices, Schedule.ONE_F_ONE_B)
     free = StagePlanner(step.task(cluster)).plan(arrangement)
-    monkeypatch.setattr(stages, "LARGE_OPERATORS", 0)
+    monkeypatch.setattr(arranged, "LARGE_OPERATORS", 0)
     monkeypatch.setattr(stages, "FEASIBLE_OVER", 1.0)
 
     def seconds(share: float) -> float:
@@ -281,7 +281,7 @@ def test_a_step_of_many_unlike_classes_is_large(monkeypatch: pytest.MonkeyPatch)
     step = CASES[SLOW].step(2)
     ground = Ground(step.loop.graph, step.state_pairs)
     for most, is_large in ((ground.num_classes, False), (ground.num_classes - 1, True)):
-        monkeypatch.setattr(stages, "LARGE_CLASSES", most)
+        monkeypatch.setattr(arranged, "LARGE_CLASSES", most)
         assert step.task(CASES[SLOW].cluster, ground=lambda: ground).is_large is is_large
     assert not step.task(CASES[SLOW].cluster).is_large
 
