@@ -32,9 +32,7 @@ SMALL_BYTES = 256  # scalars, such as the loss and the norm of the gradients
 PRODUCT = tuple((name, method) for name in FAMILIES for method in METHODS)
 ALIKE = ("gpt_remat", "gpt2")
 """The default run takes the GPT in two forms, not in four."""
-AGAIN = (("gpt_remat", "auto"),)
-"""What is sent again behind ``nn.remat``: XLA:CPU finds no equal work beyond a layer norm."""
-DEFAULT = (*(pair for pair in sample(tuple(FAMILIES), METHODS, seed=1) if pair[0] not in ALIKE), *AGAIN)
+DEFAULT = tuple(pair for pair in sample(tuple(FAMILIES), METHODS, seed=1) if pair[0] not in ALIKE)
 
 
 @pytest.fixture
@@ -86,6 +84,16 @@ def test_a_toys_collectives_and_memory_are_the_compiled_programs(
     compiled = check(name, "toy", method, eight_slow_devices(), compilations)
     if method in REDUCING:
         check_all_reduces(compiled)
+
+
+def test_what_is_sent_again_behind_remat_is_foretold() -> None:
+    """XLA:CPU finds no equal work beyond a layer norm, so it sends again what the layer computes again."""
+    model, cluster = build("gpt_remat", "toy"), eight_slow_devices()
+    step = autopar.parallelize(cluster=cluster)(model.train_step)
+    compiled = step.compile(model.abstract_state(), model.abstract_batch())
+    wire_bytes = step_seconds(parse_module(compiled.as_text()), cluster).wire_bytes
+    predicted = sum(use.wire_bytes for use in compiled.plan.prediction.collectives)
+    assert predicted == pytest.approx(wire_bytes, rel=BYTES_TOLERANCE)
 
 
 @pytest.mark.verify
