@@ -298,6 +298,19 @@ def method_of(said: str | Method) -> Method:
     return BY_NAME[said]
 
 
+def meshes_asked(method: Method, shape: tuple[int, ...] | None, cluster: Cluster) -> tuple[Mesh, ...]:
+    """The meshes of a method, those of a demanded shape if there is one; raises PlanError where the method has none of it."""
+    meshes = method.meshes(cluster)
+    if shape is None:
+        return meshes
+    wanted = mesh_of(shape, cluster)
+    if isinstance(method, IntraOp):
+        return (wanted,)
+    if wanted not in meshes:
+        raise PlanError(f"method={method.name!r} cannot use mesh_shape={shape}; leave one of them out")
+    return (wanted,)
+
+
 def mesh_of(shape: tuple[int, ...], cluster: Cluster) -> Mesh:
     """The mesh of a shape; raises PlanError unless it uses all devices of the cluster with at most three axes.
 

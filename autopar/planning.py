@@ -51,7 +51,7 @@ from autopar.intra_op.search import (
 )
 from autopar.intra_op.within_budget import HOPELESS
 from autopar.likeness import as_there
-from autopar.methods import HAND_MADE, IntraOp, Shares, mesh_of, method_of
+from autopar.methods import HAND_MADE, IntraOp, Shares, meshes_asked, method_of
 from autopar.microbatch_search import ANY_AXES, MicrobatchSearch
 from autopar.pipeline_shape import counts_of
 from autopar.pipelines import (
@@ -417,14 +417,7 @@ class _Planner:
     def _task(self, subject: Subjected) -> Task:
         cluster, demands = self.cluster, self.demands
         method = method_of(demands.method)
-        meshes = method.meshes(cluster)
-        if demands.mesh_shape is not None:
-            wanted = mesh_of(demands.mesh_shape, cluster)
-            meshes = (wanted,) if isinstance(method, IntraOp) else tuple(mesh for mesh in meshes if mesh == wanted)
-            if not meshes:
-                raise PlanError(
-                    f"method={method.name!r} cannot use mesh_shape={demands.mesh_shape}; leave one of them out"
-                )
+        meshes = meshes_asked(method, demands.mesh_shape, cluster)
         user = demands_of_user(subject, cluster, demands)
         meshes = meshes_of_user(meshes, user, method)
         whole = subject.undivided

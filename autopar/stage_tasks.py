@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from autopar.cluster import Cluster, Mesh
 from autopar.constraints import Leaves, meshes_of_user, meshes_with_names, with_constraints, without_axes_of_one
 from autopar.cost_model.hosted import has_host_memory
-from autopar.errors import PlanError
 from autopar.graph.ir import Graph
 from autopar.graph.roles import Role
 from autopar.graph.wishes import Origin, wishes_of
@@ -21,7 +20,7 @@ from autopar.inter_op.looped import Looped, looped
 from autopar.inter_op.shares import looped_in_shares
 from autopar.inter_op.stages import leaves_of
 from autopar.intra_op.restrict import Reach, Restriction
-from autopar.methods import InterOp, IntraOp, mesh_of, method_of
+from autopar.methods import InterOp, IntraOp, meshes_asked, method_of
 from autopar.plan import Offload
 from autopar.reach import Subject, batch_reach
 from autopar.schedule.stage_program import Passing, StageProgram
@@ -93,14 +92,7 @@ class _StageDemands:
         names = {value: self._subject.program.in_paths[position] for value, position in leaves.items()}
         own = [k for k, value in enumerate(graph.inputs) if leaves.get(value) in self._state]
         rows = [k for k, value in enumerate(graph.inputs) if leaves.get(value) in self._batch]
-        meshes = method.meshes(cluster)
-        if demands.mesh_shape is not None:
-            wanted = mesh_of(demands.mesh_shape, cluster)
-            meshes = (wanted,) if isinstance(method, IntraOp) else tuple(mesh for mesh in meshes if mesh == wanted)
-            if not meshes:
-                raise PlanError(
-                    f"method={method.name!r} cannot use mesh_shape={demands.mesh_shape}; leave one of them out"
-                )
+        meshes = meshes_asked(method, demands.mesh_shape, cluster)
         user = self._of_user(graph, names, own, cluster)
         meshes = meshes_of_user(meshes, user, method)
         constraints = without_axes_of_one(demands)
