@@ -123,10 +123,10 @@ def _relieved(
 ) -> Planned | None:
     """The fastest of the plan without layers that compute again, of lean plans, and of plans like these with fewer of them."""
     best = kept
-    for one in (lean.best, *sorted(lean.others, key=_step_seconds)):
-        if one is not None:
-            fastest = one if best is None else min(best, one, key=_step_seconds)
-            best = _or_relieved(fastest, choices, one[1], report)
+    first = () if lean.best is None else (lean.best,)
+    for one in (*first, *sorted(lean.others, key=_step_seconds)):
+        fastest = one if best is None else min(best, one, key=_step_seconds)
+        best = _or_relieved(fastest, choices, one[1], report)
     is_small = len(choices.subject.graph.operators) <= LARGE_OPERATORS
     if best is not None and best is not kept and demands.schedule is None and is_small:
         for schedule in _other_schedules(best[1]):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -102,18 +103,22 @@ def same_equation(one: Any, other: Any) -> bool:
 
 
 def _read_as_they_are(program: SpmdProgram) -> frozenset[Buffer]:
-    """Buffers with a dimension of size one on every device that not all of their readers broadcast."""
-    found = set(program.outputs)
+    """Buffers of arrays with a dimension of size one that not all of their readers broadcast."""
+    values = program.values
+
+    def narrow(buffers: Iterable[Buffer | None]) -> set[Buffer]:
+        return {one for one in buffers if one is not None and 1 in values[one.value].shape}
+
+    def size(buffer: Buffer) -> int:
+        return math.prod(values[buffer.value].shape)
+
+    found = narrow(program.outputs)
     for step in program.steps:
         if isinstance(step, Reshard):
-            found.add(step.source)
-            continue
-        widest = step.results[0] if step.results else None
-        for buffer in step.operands:
-            shapes = [program.values[one.value].shape for one in (buffer, widest) if one is not None]
-            if buffer is not None and (len(shapes) == 1 or math.prod(shapes[0]) >= math.prod(shapes[1])):
-                found.add(buffer)
-    return frozenset(one for one in found if one is not None and 1 in program.values[one.value].shape)
+            found |= narrow((step.source,))
+        else:
+            found |= {one for one in narrow(step.operands) if not step.results or size(one) >= size(step.results[0])}
+    return frozenset(found)
 
 
 class _Builder(ArrayList):
