@@ -224,7 +224,11 @@ class _Builder(ArrayList):
                 self.buffer(self._form(operator), inputs, buffer, self.tenant_of(operator), operator)
 
     def _barrier(self, step: Run) -> None:
-        """XLA:CPU drops barriers before it looks for equal work, which undoes rematerialisation; others keep them."""
+        """XLA:CPU drops barriers before it looks for equal work, which undoes rematerialisation; others keep them.
+
+        From jaxlib 0.11.1 on XLA:CPU keeps them, too, while it looks for equal work and orders kernels.  Not modelled: memory of
+        a program with ``nn.remat`` can then be foretold too high (docs/explanation/rematerialisation.md).
+        """
         for operand, result in zip(step.operands, step.results, strict=True):
             if operand is None:
                 self.buffer(Form.CHEAP, (), result, self.tenant_of(step.operator), step.operator)
