@@ -26,7 +26,8 @@ def usable_cores() -> float:
 def threads_of_xla(devices: int) -> int:
     """For so many devices of XLA:CPU in one process (its variable ``NPROC``).
 
-    With fewer than twice the devices, collectives that are in flight on several of them wait for ever.
+    One for each device may wait until fewer programs stand before it (:mod:`autopar.runtime.run_ahead`); with fewer than
+    twice the devices, the others are too few for a collective.
     """
     return max(4, 2 * devices, math.ceil(usable_cores()))
 

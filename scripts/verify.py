@@ -41,7 +41,17 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"{__doc__}\n")
         return 2
     log_path = Path(arguments[0])
-    command = [sys.executable, "-m", "pytest", "-m", "not gpu_compiler", "--durations=25", *arguments[1:]]
+    # With --capture=sys the log has what XLA says before it ends a process.
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "not gpu_compiler",
+        "--durations=25",
+        "--capture=sys",
+        *arguments[1:],
+    ]
     log_path.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with log_path.open("w", encoding="utf-8") as log:

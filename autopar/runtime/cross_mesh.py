@@ -34,6 +34,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autopar.errors import ClusterError, InternalError
 from autopar.runtime.collectives import is_key
 from autopar.runtime.executor import device_mesh, partition_spec
+from autopar.runtime.run_ahead import Started, freely, telling
 from autopar.schedule.cross_mesh import Box, CrossMeshTransfer, Placement, piece_box
 from autopar.schedule.reshard import local_shape
 
@@ -139,8 +140,8 @@ class Sent:
 class _Programs:
     """Owns what was compiled for one end of a transfer, a program for each dtype and shape; may be asked by several threads."""
 
-    def __init__(self, mesh: jax.sharding.Mesh) -> None:
-        self._mesh = mesh
+    def __init__(self, mesh: jax.sharding.Mesh, started: Started) -> None:
+        self._mesh, self._started = mesh, started
         self._compiled: dict[tuple[Any, tuple[int, ...]], Callable[..., Any]] = {}
         self._lock = threading.Lock()
 
@@ -155,7 +156,7 @@ class _Programs:
                 program = jax.shard_map(local, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
                 wanted = [jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=one.sharding) for one in operands]
                 with jax.set_mesh(self._mesh):  # the one in scope may be the user's
-                    found = jax.jit(program).lower(*wanted).compile()
+                    found = telling(jax.jit(program).lower(*wanted).compile(), self._started)
                 self._compiled[first.dtype, first.shape] = found
         return found
 
@@ -163,10 +164,12 @@ class _Programs:
 class Cutter:
     """The sending end of a transfer: cuts an array on the source mesh into the cells that leave."""
 
-    def __init__(self, transfer: CrossMeshTransfer, route: Route, mesh: jax.sharding.Mesh) -> None:
+    def __init__(
+        self, transfer: CrossMeshTransfer, route: Route, mesh: jax.sharding.Mesh, started: Started = freely
+    ) -> None:
         self._transfer, self._route, self._mesh = transfer, route, mesh
         self.sharding = NamedSharding(mesh, partition_spec(transfer.source.layout))
-        self._programs = _Programs(mesh)
+        self._programs = _Programs(mesh, started)
 
     def cells(self, array: jax.Array) -> dict[Receiver, jax.Array]:
         """Every cell that leaves a device of this process, on that device, by where it goes."""
@@ -194,10 +197,12 @@ class Cutter:
 class Joiner:
     """The receiving end of a transfer: makes the landed array of the cells that have come."""
 
-    def __init__(self, transfer: CrossMeshTransfer, route: Route, mesh: jax.sharding.Mesh) -> None:
+    def __init__(
+        self, transfer: CrossMeshTransfer, route: Route, mesh: jax.sharding.Mesh, started: Started = freely
+    ) -> None:
         self._route, self._mesh = route, mesh
         self.sharding = NamedSharding(mesh, partition_spec(transfer.landing))
-        self._programs = _Programs(mesh)
+        self._programs = _Programs(mesh, started)
         own = jax.process_index()
         self.positions = [place for place, device in enumerate(mesh.devices.flat) if device.process_index == own]
         """Positions of the mesh that are devices of this process."""
@@ -230,12 +235,15 @@ class Mover:
     Programs are compiled at the first array of a dtype.
     """
 
-    def __init__(self, transfer: CrossMeshTransfer, devices: Sequence[Any]) -> None:
+    def __init__(
+        self, transfer: CrossMeshTransfer, devices: Sequence[Any], started: tuple[Started, Started] = (freely, freely)
+    ) -> None:
+        """``started`` is told of programs on the source mesh, and of those on the target mesh."""
         source_mesh, self._target_mesh = placed_mesh(transfer.source, devices), placed_mesh(transfer.target, devices)
         self._transfer = transfer
         self._route = route_of(transfer)
-        self._cutter = Cutter(transfer, self._route, source_mesh)
-        self._joiner = Joiner(transfer, self._route, self._target_mesh)
+        self._cutter = Cutter(transfer, self._route, source_mesh, started[0])
+        self._joiner = Joiner(transfer, self._route, self._target_mesh, started[1])
         self.source_sharding, self.landing_sharding = self._cutter.sharding, self._joiner.sharding
         self._is_one_to_one = _is_one_to_one(transfer)
 

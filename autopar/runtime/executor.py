@@ -26,6 +26,7 @@ from autopar.plan import Layout
 from autopar.runtime.host_data import HostLeaf
 from autopar.runtime.interpret import interpret
 from autopar.runtime.on_devices import Place, arrays_of, as_numpy, given_twice, pieces_by, pieces_of
+from autopar.runtime.run_ahead import run_ahead, telling
 from autopar.runtime.xla_options import compiled
 from autopar.schedule.cross_mesh import Box
 from autopar.schedule.spmd import SpmdProgram, rematerialises
@@ -141,6 +142,7 @@ class Executor:
                 lowered, mesh, saves_memory=step.saves_memory, options=options, foretold_bytes=foretold_bytes
             )
         self.compile_seconds = time.monotonic() - started
+        self._run = telling(self._compiled, run_ahead(mesh))
         self._places = [
             Place(sharding, aval.dtype, position in donated)
             for position, (sharding, aval) in enumerate(zip(self.in_shardings, avals, strict=True))
@@ -163,7 +165,7 @@ class Executor:
     def __call__(self, leaves: Sequence[Any]) -> list[jax.Array]:
         """Run one step; asynchronous, as every JAX call."""
         with jax.disable_jit(False):  # which would ask for the function, to run it in Python
-            return list(self._compiled(*self.place(leaves)))
+            return list(self._run(*self.place(leaves)))
 
     def wait(self, results: Sequence[Any]) -> None:
         """Wait until the results of a step are there."""

@@ -1,7 +1,8 @@
 """Run a pipeline in this process: one thread per mesh walks down that mesh's list of instructions.
 
-Calls of executables and sends return before they are carried out, so a thread runs ahead of its devices; it waits only for
-messages that no other thread has sent yet.  Whatever fails on one mesh ends the step on all of them with that one error.
+Calls of executables and sends return before they are carried out, so a thread runs ahead of its devices.  It waits only for
+messages that no other thread has sent yet, and on CPUs where it is too far ahead (:mod:`autopar.runtime.run_ahead`).  Whatever
+fails on one mesh ends the step on all of them with that one error.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from autopar.plan import Layout
 from autopar.runtime.cross_mesh import placed_mesh
 from autopar.runtime.interpreter import Interpreter, Key, finisher
 from autopar.runtime.on_devices import Place, given_twice
+from autopar.runtime.run_ahead import run_ahead, telling
 from autopar.runtime.stage_executable import StageExecutable, compiled_stage, stored_sharding, titled
 from autopar.runtime.transport import InProcessTransport
 from autopar.schedule.cross_mesh import CrossMeshTransfer, Placement
@@ -52,25 +54,36 @@ class PipelineExecutor:
     ) -> None:
         """``transfers`` are by the number of their crossing; ``devices[i]`` is the JAX device with global id ``i``."""
         self._pipeline = pipeline
-        started = time.monotonic()
+        began = time.monotonic()
         self._meshes = [
             placed_mesh(Placement(Layout(()), one.stage.mesh, one.stage.devices), devices) for one in pipeline.stages
         ]
         self.executables: dict[Key, StageExecutable] = {}
         for stage, mesh in enumerate(self._meshes):
             self.executables.update(compiled_stage(pipeline, stage, mesh, transfers, report_progress))
+        ahead = {home: run_ahead(self._meshes[stage]) for stage, home in enumerate(pipeline.homes)}
+        started = [ahead[home] for home in pipeline.homes]
         sent = {one.number: transfers[one.number] for one in pipeline.crossings if not pipeline.stays(one)}
-        self._transport = InProcessTransport(sent, devices)
+        self._transport = InProcessTransport(
+            sent,
+            devices,
+            started=lambda number: (
+                started[pipeline.crossings[number].source],
+                started[pipeline.crossings[number].target],
+            ),
+        )
         finish = {
-            number: finisher(transfer, self._meshes[pipeline.crossings[number].target])
+            number: telling(finisher(transfer, self._meshes[target]), started[target])
             for number, transfer in sent.items()
             if transfer.moves
+            for target in [pipeline.crossings[number].target]
         }
-        self._interpreter = Interpreter(self.executables, self._transport, finish)
+        programs = {key: telling(one, started[key[0]]) for key, one in self.executables.items()}
+        self._interpreter = Interpreter(programs, self._transport, finish)
         self._whole, self._rows = tuple(self._entries()), tuple(self._row_entries())
         self._counted = tuple(self._numbers())
         self._threads = ThreadPoolExecutor(len(pipeline.lists.lists), thread_name_prefix="autopar-mesh")
-        self.compile_seconds = time.monotonic() - started
+        self.compile_seconds = time.monotonic() - began
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """Run one step on flat leaves; batch leaves are (N, B/N, …). Results are in the order of the step's outputs.

@@ -19,6 +19,7 @@ import jax
 
 from autopar.errors import InternalError, TransportError
 from autopar.runtime.cross_mesh import Mover, Sent
+from autopar.runtime.run_ahead import Started, freely
 from autopar.schedule.cross_mesh import CrossMeshTransfer
 
 _MOST_NAMED = 5
@@ -63,10 +64,17 @@ class InProcessTransport:
     """The transport between meshes of one process, each driven by a thread of its own or all by one."""
 
     def __init__(
-        self, transfers: Mapping[int, CrossMeshTransfer], devices: Sequence[Any], timeout_seconds: float = 600.0
+        self,
+        transfers: Mapping[int, CrossMeshTransfer],
+        devices: Sequence[Any],
+        timeout_seconds: float = 600.0,
+        started: Callable[[int], tuple[Started, Started]] = lambda number: (freely, freely),
     ) -> None:
-        """``devices[i]`` is the JAX device with global id ``i``; ``timeout_seconds`` is how long a receiver waits."""
-        self._movers = {number: Mover(transfer, devices) for number, transfer in transfers.items()}
+        """``devices[i]`` is the JAX device with global id ``i``; ``timeout_seconds`` is how long a receiver waits.
+
+        ``started`` gives what a transfer tells of its programs on the source mesh, and on the target mesh.
+        """
+        self._movers = {number: Mover(transfer, devices, started(number)) for number, transfer in transfers.items()}
         self._timeout_seconds = timeout_seconds
         self._changed = threading.Condition()
         self._posted: defaultdict[Message, deque[Sent]] = defaultdict(deque)

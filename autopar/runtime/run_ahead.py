@@ -1,0 +1,69 @@
+"""How far may the host run ahead of the devices of a mesh?
+
+A started program takes memory for its results at once and waits on its devices until its arguments are there.  A GPU or a TPU
+makes the host wait where too many do.  XLA:CPU lets 32 wait on a device; whoever starts one more waits in a thread of the
+pool that is to run the others, one for each device.  That pool has as many threads as there are devices (or cores, if these
+are more): with all of them so taken no program goes on, and those that meet in a collective end the process after forty
+seconds.  Plain ``jax.jit`` is not spared: eight devices, one sum over them, started a hundred times without waiting.
+
+So on CPUs at most ``MOST_STARTED`` programs of a mesh are started and not done.  Those that are not told of (copies, the words
+of keys) are few beside them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+
+MOST_STARTED = 8
+"""A quarter of what XLA:CPU allows; more would not keep its devices busier."""
+
+Started: TypeAlias = Callable[[Sequence[jax.Array]], None]
+"""Is told the results of each program that was started on a mesh, and returns when another may be."""
+
+
+def run_ahead(mesh: jax.sharding.Mesh) -> Started:
+    """What to tell of programs that are started on the devices of a mesh."""
+    return Bounded(MOST_STARTED).started if mesh.devices.flat[0].platform == "cpu" else freely
+
+
+def freely(results: Sequence[jax.Array]) -> None:
+    """Where nothing is waited for."""
+
+
+class Bounded:
+    """Remembers of each program the smallest result, which it keeps alive, until the program is done."""
+
+    def __init__(self, most: int) -> None:
+        """``most`` programs may be started and not done."""
+        self._most = most
+        self._running: deque[jax.Array] = deque()
+        self._lock = threading.Lock()
+
+    def started(self, results: Sequence[jax.Array]) -> None:
+        """See :data:`Started`; raises what the program raised that is waited for."""
+        if not results:
+            return
+        with self._lock:
+            self._running.append(min(results, key=lambda array: array.nbytes))
+            if len(self._running) < self._most:
+                return
+            # What a program has taken over cannot be waited for.  That program stands behind it, and itself waits for it.
+            while (oldest := self._running.popleft()).is_deleted():
+                pass
+            jax.block_until_ready(oldest)
+
+
+def telling(function: Callable[..., Any], started: Started) -> Callable[..., Any]:
+    """The function that starts a program and gives its results, or its one result, and tells of it."""
+
+    def call(*arguments: Any) -> Any:
+        results = function(*arguments)
+        started(results if isinstance(results, list | tuple) else [results])
+        return results
+
+    return call
