@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import jax
 import jax.extend.core as jex
+import jaxlib.version
 from jax._src import config, core, debugging, distributed, dtypes, source_info_util
 from jax._src import mesh as jax_mesh
 from jax.experimental import topologies
@@ -145,6 +146,15 @@ def _debug_info_for(info: Any, num_inputs: int, num_outputs: int) -> Any:
 def optimization_barrier_primitive() -> Any:
     """The primitive of ``jax.lax.optimization_barrier``, which ``jax.extend`` does not list."""
     return jax.make_jaxpr(jax.lax.optimization_barrier)(0.0).eqns[0].primitive
+
+
+@functools.cache
+def cpu_keeps_barriers() -> bool:
+    """Whether XLA:CPU keeps an ``optimization_barrier`` until equal work is found and kernels are ordered.
+
+    Seen in compiled programs: jaxlib 0.11.0 drops it before, 0.11.1 and all later ones that were tried do not.
+    """
+    return tuple(jaxlib.version.__version_info__) >= (0, 11, 1)
 
 
 def sharding_constraint_equation(atom: Any, out: Any, sharding: Any, like: Any) -> Any:

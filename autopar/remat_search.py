@@ -26,6 +26,7 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar import _compat
 from autopar.cluster import Cluster, Platform
 from autopar.errors import BudgetError
 from autopar.graph.ir import Phase
@@ -195,12 +196,13 @@ def _may_pay(subject: Subjected, cluster: Cluster, demands: Demands, plain: Sear
 def _must_be_pipeline(cluster: Cluster, demands: Demands, kept: Planned | None) -> bool:
     """Whether nothing but a pipeline with layers that compute again can be of use.
 
-    XLA:CPU drops barriers, and then finds that a program does the same work twice.  In a pipeline passes are programs of their
-    own, so there it keeps less wherever it runs.
+    Older XLA:CPUs drop barriers, and then find that a program does the same work twice.  In a pipeline passes are programs of
+    their own, so there it keeps less wherever it runs.
     """
     if demands.stages not in (None, 1):
         return False
-    return cluster.device.platform is Platform.CPU or (kept is not None and not kept[1].is_pipeline)
+    finds_equal_work = cluster.device.platform is Platform.CPU and not _compat.cpu_keeps_barriers()
+    return finds_equal_work or (kept is not None and not kept[1].is_pipeline)
 
 
 @dataclass(frozen=True)

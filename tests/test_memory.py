@@ -132,9 +132,14 @@ def kept_for_gradients(x: jax.Array, w: jax.Array) -> Any:
 
 
 def rematerialised(x: jax.Array, w: jax.Array) -> Any:
-    """XLA:CPU drops the barriers of ``jax.checkpoint``, finds equal work, and keeps what was to be computed again."""
+    """Older XLA:CPUs drop the barriers of ``jax.checkpoint``, find equal work, and keep what was to be computed again."""
     block = jax.checkpoint(lambda y: jnp.sin(jnp.tanh(y @ w)))
     return jax.grad(lambda y: block(block(block(y))).sum())(x)
+
+
+def turned(x: jax.Array, w: jax.Array) -> jax.Array:
+    """A product that is written with a transpose, as of tied embeddings, reads the matrix as it lies."""
+    return (x.reshape(2, 512, 512) @ w.T)[:, :2] + (x[:64].reshape(1, 64, 512) @ w.T).sum()
 
 
 def stacked(x: jax.Array, w: jax.Array) -> Any:
@@ -185,7 +190,18 @@ def clipped(x: jax.Array, w: jax.Array) -> Any:
 
 @pytest.mark.parametrize(
     "function",
-    [chained, elementwise, kept_for_gradients, rematerialised, stacked, scattered, scattered_twice, dropped, clipped],
+    [
+        chained,
+        elementwise,
+        kept_for_gradients,
+        rematerialised,
+        turned,
+        stacked,
+        scattered,
+        scattered_twice,
+        dropped,
+        clipped,
+    ],
     ids=lambda function: function.__name__,
 )
 def test_one_effect(function: Any) -> None:

@@ -224,18 +224,22 @@ class _Builder(ArrayList):
                 self.buffer(self._form(operator), inputs, buffer, self.tenant_of(operator), operator)
 
     def _barrier(self, step: Run) -> None:
-        """XLA:CPU drops barriers before it looks for equal work, which undoes rematerialisation; others keep them.
+        """Older XLA:CPUs drop barriers before they look for equal work, which undoes rematerialisation; others keep them.
 
-        From jaxlib 0.11.1 on XLA:CPU keeps them, too, while it looks for equal work and orders kernels.  Not modelled: memory of
-        a program with ``nn.remat`` can then be foretold too high (docs/explanation/rematerialisation.md).
+        Those that XLA:CPU keeps stand while it fuses, orders kernels and lets arrays write over others.
         """
+        operator = step.operator
+        waits: tuple[int, ...] = ()
+        if self.on_cpu and _compat.cpu_keeps_barriers():
+            given = tuple(dict.fromkeys(self.at[operand] for operand in step.operands if operand is not None))
+            waits = (self.add(Form.BARRIER, given, 0, self.tenant_of(operator), -1, operator),)
         for operand, result in zip(step.operands, step.results, strict=True):
             if operand is None:
-                self.buffer(Form.CHEAP, (), result, self.tenant_of(step.operator), step.operator)
-            elif self.on_cpu:
+                self.buffer(Form.CHEAP, (), result, self.tenant_of(operator), operator)
+            elif self.on_cpu and not waits:
                 self.at[result] = self.at[operand]
             else:
-                self.buffer(Form.RENAME, (self.at[operand],), result, self.tenant_of(step.operator), step.operator)
+                self.buffer(Form.RENAME, (self.at[operand], *waits), result, self.tenant_of(operator), operator)
 
     def _form(self, operator: Operator) -> Form:
         name = operator.primitive

@@ -24,7 +24,7 @@ from autopar.cost_model.library import library_kernels
 from autopar.cost_model.nodes import Arrays, Form, Node
 
 FUSED = frozenset((Form.CHEAP, Form.COSTLY))
-READ_BUFFERS = frozenset((Form.KERNEL, Form.IN_PLACE, Form.LOOP))
+READ_BUFFERS = frozenset((Form.KERNEL, Form.IN_PLACE, Form.LOOP, Form.BARRIER))
 REPEATED_READS = 2
 """A cheap array that is kept for some readers is computed again by others when that reads no more than so many."""
 
@@ -119,7 +119,7 @@ class _Tracer:
         self._equal[number] = equally
 
     def _rename(self, number: int, node: Node) -> None:
-        """Another shape of the same bytes; after a loop, another name that waits for it."""
+        """Another shape of the same bytes; after a loop or a barrier, another name that waits for it."""
         source, *others = node.inputs
         if source in self.kernels.owner:
             self.kernels.owner[number] = self.kernels.owner[source]

@@ -165,7 +165,7 @@ def _buffers(
     found: dict[int, Tenancy] = {}
     for number in sorted(kernels.reads, key=position.__getitem__):
         node, now = kernels.nodes[number], position[number]
-        if node.form in (Form.LOOP, Form.RENAME):
+        if node.form in (Form.LOOP, Form.BARRIER, Form.RENAME):
             continue
         end = max((position[reader] for reader in readers.get(number, ())), default=now)
         under = kernels.overwrites.get(number, ()) if node.form is Form.IN_PLACE else ()

@@ -26,6 +26,7 @@ class Form(Enum):
     KERNEL = "kernel"  # reads and writes real buffers
     IN_PLACE = "in place"  # a kernel that overwrites its first input
     LOOP = "loop"  # owns no buffer; its results are those it was given
+    BARRIER = "barrier"  # owns no buffer; what reads it runs when all its operands are there
 
 
 class Tenant(Enum):

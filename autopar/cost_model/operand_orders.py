@@ -15,6 +15,9 @@ from autopar.cost_model.array_list import ArrayList
 from autopar.cost_model.nodes import Form
 from autopar.schedule.spmd import Run
 
+MATRIX = 2
+"""Dimensions."""
+
 
 def operands_of_product(nodes: ArrayList, step: Run) -> tuple[int, ...]:
     """What a product reads."""
@@ -24,7 +27,7 @@ def operands_of_product(nodes: ArrayList, step: Run) -> tuple[int, ...]:
     plain = ranks == {len(batch[0]) + 2}
     for side, buffer in enumerate(step.operands):
         assert buffer is not None
-        node = nodes.at[buffer]
+        node = nodes.at[buffer] if batch[side] else _turned(nodes, nodes.at[buffer])
         shape = nodes.arrays.nodes[node].shape
         order = _dot_order(len(shape), contracting[side], batch[side], side)
         if nodes.on_cpu and not _read_as_it_lies(shape, order, batch[side], plain=plain):
@@ -69,6 +72,20 @@ def result_of_convolution(nodes: ArrayList, step: Run, made: int) -> int:
     """The array that a convolution leaves."""
     batch, features, *space = step.operator.equation.params["dimension_numbers"].out_spec
     return _in_order(nodes, made, (batch, *space, features))
+
+
+def _turned(nodes: ArrayList, node: int) -> int:
+    """A matrix as it lies where a product is written with its transpose: the product reads it in either orientation."""
+    given = nodes.arrays.nodes
+    while (
+        (operator := given[node].source) is not None
+        and operator.primitive == "transpose"
+        and len(given[node].shape) == MATRIX
+        and given[node].form is Form.CHEAP
+        and given[given[node].inputs[0]].value != given[node].value  # which is no move of the transpose
+    ):
+        node = given[node].inputs[0]
+    return node
 
 
 def _in_order(nodes: ArrayList, node: int, order: tuple[int, ...]) -> int:
