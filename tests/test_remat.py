@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar import _compat
 from autopar.cluster import Cluster
+from autopar.cost_model.hlo import memory_bytes
 from autopar.errors import BudgetError, PlanError
 from autopar.graph.build import build_graph
 from autopar.graph.ir import Graph, Operator, Phase
@@ -300,6 +302,22 @@ def test_it_is_declined_where_memory_is_no_limit_and_where_the_user_says(deep: D
     assert caught.value.needed_bytes > squeezed / 4
     # Microbatches cost next to nothing here.
     assert not planned(model, cluster, memory_per_device=squeezed, method="intra_op").remat.is_any
+
+
+def test_on_one_mesh_of_cpus_it_is_chosen_where_barriers_are_kept() -> None:
+    """And there it saves memory; where XLA:CPU drops them, all work would be done once whatever the plan says."""
+    model, cluster = deep_perceptron(4), eight_slow_devices()
+    step = autopar.parallelize(model.train_step, cluster=cluster, **WHOLE)
+    state, batch = model.abstract_state(), model.abstract_batch()
+    kept = step.compile(state, batch)
+    squeezed = step.with_options(memory_per_device=0.7 * kept.plan.peak_bytes)
+    if not _compat.cpu_keeps_barriers():
+        with pytest.raises(BudgetError):
+            squeezed.plan(state, batch)
+        return
+    lean = squeezed.compile(state, batch)
+    assert lean.plan.remat.is_any
+    assert memory_bytes(lean).total < 0.7 * memory_bytes(kept).total
 
 
 @pytest.mark.parametrize("deep", DEEP)
