@@ -21,6 +21,7 @@ from autopar.cost_model.expansions import random_bits, scattered_to_greatest, th
 from autopar.cost_model.hosted import bytes_in_flight, has_host_memory
 from autopar.cost_model.nodes import Arrays, Form, Node, Tenant
 from autopar.cost_model.operand_orders import (
+    is_made_anew,
     operands_of_convolution,
     operands_of_product,
     result_of_convolution,
@@ -209,6 +210,7 @@ class _Builder(ArrayList):
             self._loop(step)
         elif operator.primitive == "dot_general":
             number, _ = self._computed(Form.KERNEL, operands_of_product(self, step), step)
+            self.arrays.nodes[number].is_made_anew = is_made_anew(self, step)
             self.at[step.results[0]] = result_of_product(self, step, number)
         elif operator.primitive == "conv_general_dilated" and self.on_cpu:
             number, _ = self._computed(Form.KERNEL, operands_of_convolution(self, step), step)

@@ -273,7 +273,7 @@ def order_of(kernels: Kernels, first: int, platform: str) -> dict[int, int]:
         return position | {kernel: first + time for time, kernel in enumerate(sorted(kernels.reads))}
     users: dict[int, list[int]] = {}
     waiting: dict[int, int] = {}
-    for kernel, reads in kernels.reads.items():
+    for kernel, reads in sorted(kernels.reads.items(), key=lambda item: kernels.nodes[item[0]].is_made_anew):
         waiting[kernel] = len(reads)
         for read in reads:
             users.setdefault(read, []).append(kernel)

@@ -58,6 +58,8 @@ class Node:
     widens: bool = False
     in_library: bool = False
     is_zero: bool = False
+    is_made_anew: bool = False
+    """Whether XLA:CPU puts another operation in its place, which queues up behind all others that wait for the same."""
     source_bytes: int = 0
     """Size of the largest array in memory that the array is computed from (its own, if it is not fused)."""
     combines: tuple[Collective, Axes, str] | None = None

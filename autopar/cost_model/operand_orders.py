@@ -38,6 +38,16 @@ def operands_of_product(nodes: ArrayList, step: Run) -> tuple[int, ...]:
     return tuple(inputs)
 
 
+def is_made_anew(nodes: ArrayList, step: Run) -> bool:
+    """Whether XLA:CPU turns a product of matrices round: both are summed over their rows, as for the gradient of a matrix.
+
+    Products of more than matrices are all made anew, in their order.
+    """
+    contracting, batch = step.operator.equation.params["dimension_numbers"]
+    ranks = [len(nodes.shape_of(buffer)) for buffer in step.operands if buffer is not None]
+    return not batch[0] and tuple(map(tuple, contracting)) == ((0,), (0,)) and ranks == [MATRIX, MATRIX]
+
+
 def result_of_product(nodes: ArrayList, step: Run, product: int) -> int:
     """The array that a product leaves, where the product itself is of (stacks of) matrices."""
     contracting, batch = step.operator.equation.params["dimension_numbers"]
