@@ -176,7 +176,7 @@ def run(options: dict[str, Any], script: str = TRAINING) -> list[dict[str, Any]]
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=2")
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "XLA_FLAGS": flags}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "XLA_FLAGS": flags, "NPROC": "4"}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", START + script, str(rank), address, json.dumps(options)],

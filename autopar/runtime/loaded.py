@@ -15,7 +15,6 @@ from autopar.cluster import Mesh
 from autopar.runtime.collectives import is_key
 from autopar.runtime.exchange import Exchange, Peers
 from autopar.runtime.interpreter import Interpreter, Key, finisher
-from autopar.runtime.run_ahead import run_ahead, telling
 from autopar.runtime.shipment import MeshShipment, Program
 from autopar.runtime.stage_executable import PartExecutable, stored_sharding, stored_shardings
 from autopar.runtime.transport import SteppedTransport
@@ -60,10 +59,8 @@ class Loaded:
         self._mesh_of = mesh_of
         self._meshes = {stage: mesh_of(mesh, devices) for stage, (mesh, devices) in shipment.stages.items()}
         self.programs = self._compiled() if made_here is None else made_here
-        started = run_ahead(next(iter(self._meshes.values())))
-        self._told = {key: telling(program, started) for key, program in self.programs.items()}
         self._finish = {
-            wire.number: telling(finisher(wire.transfer, self._placed(wire.transfer.target)), started)
+            wire.number: finisher(wire.transfer, self._placed(wire.transfer.target))
             for wire in shipment.incoming
             if wire.transfer.moves
         }
@@ -106,7 +103,7 @@ class Loaded:
         arrays.update(zip((entry.slot for entry in self.shipment.entries), given, strict=True))
         if self._transport is not None:
             self._transport.begin(step)
-        left = Interpreter(self._told, self._transport, self._finish).run(self.shipment.instructions, arrays)
+        left = Interpreter(self.programs, self._transport, self._finish).run(self.shipment.instructions, arrays)
         return [left[slot] for slot in self.shipment.results]
 
     def marks(self, results: Sequence[jax.Array]) -> list[jax.Array]:

@@ -45,17 +45,21 @@ class Bounded:
         self._lock = threading.Lock()
 
     def started(self, results: Sequence[jax.Array]) -> None:
-        """See :data:`Started`; raises what the program raised that is waited for."""
+        """See :data:`Started`."""
         if not results:
             return
         with self._lock:
             self._running.append(min(results, key=lambda array: array.nbytes))
             if len(self._running) < self._most:
                 return
-            # What a program has taken over cannot be waited for.  That program stands behind it, and itself waits for it.
-            while (oldest := self._running.popleft()).is_deleted():
-                pass
-            jax.block_until_ready(oldest)
+            while self._running:
+                try:
+                    jax.block_until_ready(self._running.popleft())
+                    return
+                except RuntimeError:
+                    # Another program has taken it over, which stands behind it and waits for it; or its own failed, and
+                    # whoever reads the results learns why.
+                    continue
 
 
 def telling(function: Callable[..., Any], started: Started) -> Callable[..., Any]:
