@@ -207,6 +207,7 @@ def clipped(x: jax.Array, w: jax.Array) -> Any:
         elementwise,
         kept_for_gradients,
         rematerialised,
+        gradients_of_matrices,
         turned,
         stacked,
         scattered,
