@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
@@ -22,8 +22,8 @@ import jax
 MOST_STARTED = 8
 """A quarter of what XLA:CPU allows; more would not keep its devices busier."""
 
-Started: TypeAlias = Callable[[Sequence[jax.Array]], None]
-"""Is told the results of each program that was started on a mesh, and returns when another may be."""
+Started: TypeAlias = Callable[[jax.Array], None]
+"""Is told a result of each program that was started on a mesh, and returns when another may be."""
 
 
 def run_ahead(mesh: jax.sharding.Mesh) -> Started:
@@ -31,12 +31,12 @@ def run_ahead(mesh: jax.sharding.Mesh) -> Started:
     return Bounded(MOST_STARTED).started if mesh.devices.flat[0].platform == "cpu" else freely
 
 
-def freely(results: Sequence[jax.Array]) -> None:
+def freely(result: jax.Array) -> None:
     """Where nothing is waited for."""
 
 
 class Bounded:
-    """Remembers of each program the smallest result, which it keeps alive, until the program is done."""
+    """Remembers a result of each program, which it keeps alive, until the program is done."""
 
     def __init__(self, most: int) -> None:
         """``most`` programs may be started and not done."""
@@ -44,12 +44,10 @@ class Bounded:
         self._running: deque[jax.Array] = deque()
         self._lock = threading.Lock()
 
-    def started(self, results: Sequence[jax.Array]) -> None:
+    def started(self, result: jax.Array) -> None:
         """See :data:`Started`."""
-        if not results:
-            return
         with self._lock:
-            self._running.append(min(results, key=lambda array: array.nbytes))
+            self._running.append(result)
             if len(self._running) < self._most:
                 return
             while self._running:
@@ -63,11 +61,21 @@ class Bounded:
 
 
 def telling(function: Callable[..., Any], started: Started) -> Callable[..., Any]:
-    """The function that starts a program and gives its results, or its one result, and tells of it."""
+    """The function that starts a program and gives its results, or its one result, and tells of the smallest.
+
+    Of several that are as small it is the last: a train step gives its state first, which the next one takes over, and then
+    its loss, which can be waited for.
+    """
+    place: int | None = None
 
     def call(*arguments: Any) -> Any:
+        nonlocal place
         results = function(*arguments)
-        started(results if isinstance(results, list | tuple) else [results])
+        every = results if isinstance(results, list | tuple) else (results,)
+        if place is None and every:
+            place = min(range(len(every)), key=lambda index: (every[index].nbytes, -index))
+        if place is not None:
+            started(every[place])
         return results
 
     return call
