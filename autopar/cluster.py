@@ -2,13 +2,8 @@
 
 A cluster is ``hosts`` hosts of ``devices_per_host`` equal devices.  Device ``d`` lives on host
 ``d // devices_per_host``.  Two link levels join them: the *local* link inside a host and the *network* link
-between hosts.  A link is described by the α-β model (Hockney, 1994): a message of ``n`` bytes takes
-
-    α + n / β        α = ``latency_seconds``, β = ``bytes_per_second`` (one direction; both run at once)
-
-and ``shared_by`` says how many devices of one host compete for that β when all of them send at once (a network
-card shared by the eight devices of a host has ``shared_by=8``; NVLink ports of one's own have 1).  So device ``d``
-uses link number ``(d mod devices_per_host) // shared_by`` of its host.
+between hosts, each with its α, β and ``shared_by`` (:mod:`autopar.devices`).  Device ``d`` uses link number
+``(d mod devices_per_host) // shared_by`` of its host.
 
 Between single hosts links may be others (``host_links``).  A host then has cards that carry as much as the fastest of its links,
 and to one host as much as the link to it: α and β of a pair are what a message between these hosts finds.
@@ -30,180 +25,20 @@ needs no devices.  The figures of known hardware are in :mod:`autopar.cluster_pr
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from autopar.devices import DeviceKind, Frozen, Link, Platform, check_count
 from autopar.errors import ClusterError
+from autopar.mesh import AXIS_NAMES, Mesh, meshes_of
 from autopar.network import Network
 from autopar.profile import Profile
 from autopar.ray_hosts import RayHosts
 from autopar.wiring import Wiring
 
-AXIS_NAMES = ("data", "model", "extra")  # of the axes of a logical mesh, as many as it has
-
-
-class Platform(Enum):
-    """The XLA backend that will run the program; factors and prices depend on it."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
-    TPU = "tpu"
-
-
-_Key = TypeVar("_Key", bound=Hashable)
-_Value = TypeVar("_Value")
-
-
-class _Frozen(Mapping[_Key, _Value]):
-    """A read-only, hashable mapping (clusters are keys of caches); equal to a ``dict`` of the same items."""
-
-    __slots__ = ("_items",)
-
-    def __init__(self, items: Mapping[_Key, _Value]) -> None:
-        self._items = dict(items)
-
-    def __getitem__(self, key: _Key) -> _Value:
-        return self._items[key]
-
-    def __iter__(self) -> Iterator[_Key]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self._items.items()))
-
-    def __repr__(self) -> str:
-        return repr(self._items)
-
-
-def _check_number(where: str, value: object, *, zero_allowed: bool = False) -> None:
-    """Refuse all but finite numbers above zero (or from zero on)."""
-    wanted = "a finite number, zero or more" if zero_allowed else "a finite number above zero"
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value < 0 or (value == 0 and not zero_allowed):  # type: ignore[operator]
-        raise ClusterError(f"{where} is {value!r}; give {wanted}")
-
-
-def _check_count(where: str, value: object) -> None:
-    """Refuse all but integers of one or more."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ClusterError(f"{where} is {value!r}; give an integer of 1 or more")
-
-
-@dataclass(frozen=True)
-class DeviceKind:
-    """One kind of accelerator.
-
-    ``flops_per_second`` maps a dtype name (``"float32"``, ``"bfloat16"``, …) to dense matrix-product throughput
-    that is really reached; ``memory_bytes`` is what a program may use; ``memory_bytes_per_second`` the bandwidth of it.
-    ``source`` says where the figures come from.  Any mapping is accepted; it is kept as a read-only, hashable one.
-    ``hides_collectives`` says that XLA runs kernels beside collectives on such devices (:mod:`autopar.cost_model.overlap`); where
-    that was not seen it is False.
-
-    Raises ``ClusterError`` for figures that are not finite and positive.
-    """
-
-    name: str
-    platform: Platform
-    flops_per_second: Mapping[str, float]
-    memory_bytes: int
-    memory_bytes_per_second: float
-    source: str = ""
-    hides_collectives: bool = False
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.platform, Platform):
-            known = ", ".join(str(platform) for platform in Platform)
-            raise ClusterError(f"platform of device {self.name!r} is {self.platform!r}; give one of {known}")
-        if not self.flops_per_second:
-            raise ClusterError(f"flops_per_second of device {self.name!r} is empty; give at least one dtype")
-        for dtype, rate in self.flops_per_second.items():
-            _check_number(f"flops_per_second[{dtype!r}] of device {self.name!r}", rate)
-        _check_count(f"memory_bytes of device {self.name!r}", self.memory_bytes)
-        _check_number(f"memory_bytes_per_second of device {self.name!r}", self.memory_bytes_per_second)
-        if not isinstance(self.flops_per_second, _Frozen):
-            object.__setattr__(self, "flops_per_second", _Frozen(self.flops_per_second))
-
-    def dense_flops_per_second(self, dtype: str) -> float:
-        """Throughput for ``dtype``; a dtype not listed runs at the slowest listed speed."""
-        rate = self.flops_per_second.get(dtype)
-        return min(self.flops_per_second.values()) if rate is None else rate
-
-
-@dataclass(frozen=True)
-class Link:
-    """One level of the interconnect (see the module docstring for α, β and ``shared_by``).
-
-    Raises ``ClusterError`` for a negative α, a β that is not positive and finite, or ``shared_by`` below 1.
-    """
-
-    latency_seconds: float
-    bytes_per_second: float
-    shared_by: int = 1
-    source: str = ""
-
-    def __post_init__(self) -> None:
-        _check_number("latency_seconds of a link", self.latency_seconds, zero_allowed=True)
-        _check_number("bytes_per_second of a link", self.bytes_per_second)
-        _check_count("shared_by of a link", self.shared_by)
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """A logical mesh: names and sizes of axes over the device ids ``0 … size-1`` in row-major order.
-
-    The first axis has the largest stride, so with 2 hosts × 4 devices the axis of size 2 in ``(2, 4)`` crosses hosts.
-
-    Raises ``ClusterError`` if names repeat, or names and sizes do not pair up, or a size is below 1.
-    """
-
-    axis_names: tuple[str, ...]
-    axis_sizes: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.axis_names) != len(self.axis_sizes) or len(set(self.axis_names)) != len(self.axis_names):
-            raise ClusterError(
-                f"mesh axes {self.axis_names} of sizes {self.axis_sizes}; give one size for each name, no name twice"
-            )
-        for name, size in zip(self.axis_names, self.axis_sizes, strict=True):
-            _check_count(f"size of mesh axis {name!r}", size)
-
-    @property
-    def size(self) -> int:
-        """Number of devices."""
-        return math.prod(self.axis_sizes)
-
-    @property
-    def dividing_names(self) -> tuple[str, ...]:
-        """Names of the axes of more than one device: a cut by another is none."""
-        return tuple(name for name, size in zip(self.axis_names, self.axis_sizes, strict=True) if size > 1)
-
-    def position(self, name: str) -> int:
-        """Index of the axis; raises ``ClusterError`` for a name that the mesh does not have."""
-        try:
-            return self.axis_names.index(name)
-        except ValueError:
-            raise ClusterError(f"no axis {name!r} in mesh {self}; its axes are {list(self.axis_names)}") from None
-
-    def axis_size(self, *names: str) -> int:
-        """Product of the sizes of the named axes (1 for none)."""
-        size = 1
-        for name in names:  # planners ask millions of times, mostly for one axis
-            size *= self.axis_sizes[self.position(name)]
-        return size
-
-    def stride(self, name: str) -> int:
-        """Distance in device ids between neighbours along the axis."""
-        return math.prod(self.axis_sizes[self.position(name) + 1 :])
-
-    def __str__(self) -> str:
-        return " × ".join(f"{name}={size}" for name, size in zip(self.axis_names, self.axis_sizes, strict=True))
+__all__ = ["AXIS_NAMES", "Cluster", "DeviceKind", "Link", "Mesh", "Platform"]
 
 
 @dataclass(frozen=True)
@@ -244,7 +79,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for count in ("hosts", "devices_per_host", "compute_shared_by"):
-            _check_count(f"{count} of cluster {self.name!r}", getattr(self, count))
+            check_count(f"{count} of cluster {self.name!r}", getattr(self, count))
         if self.profile is not None:
             _check_profile(self.profile, self.name, self.device.platform, self.devices_per_host)
         for part, kind in (("device", DeviceKind), ("local_link", Link), ("network_link", Link)):
@@ -261,12 +96,12 @@ class Cluster:
             raise ClusterError(
                 f"device_ids of cluster {self.name!r} are {self.device_ids} for {self.num_devices} devices; give one for each"
             )
-        object.__setattr__(self, "host_links", _Frozen(dict(sorted(self._checked_links()))))
+        object.__setattr__(self, "host_links", Frozen(dict(sorted(self._checked_links()))))
         kinds = dict(sorted(self._checked_kinds()))
         if len(kinds) == self.hosts and len(set(kinds.values())) == 1:  # then it is the kind of all
             object.__setattr__(self, "device", kinds[0])
             kinds = {}
-        object.__setattr__(self, "host_devices", _Frozen(kinds))
+        object.__setattr__(self, "host_devices", Frozen(kinds))
         if self.profile is not None and kinds:
             raise ClusterError(
                 f"cluster {self.name!r} has devices of several kinds, and a profile is of one; leave it out (profile=None)"
@@ -425,12 +260,7 @@ class Cluster:
         All *ordered* factorizations of ``num_devices``: ids are row-major, so the order of the axes decides which of
         them crosses hosts.  Axes are named ``data``, ``model``, ``extra``.  One device gives one axis of size 1.
         """
-        if not 1 <= max_axes <= len(AXIS_NAMES):
-            raise ClusterError(f"max_axes is {max_axes}; give 1 to {len(AXIS_NAMES)}")
-        if self.num_devices == 1:
-            return [Mesh(AXIS_NAMES[:1], (1,))]
-        shapes = sorted(_ordered_factorizations(self.num_devices, max_axes), key=lambda shape: (len(shape), shape))
-        return [Mesh(AXIS_NAMES[: len(shape)], shape) for shape in shapes]
+        return meshes_of(self.num_devices, max_axes)
 
     def replace(self, *, memory_bytes: int | None = None, **changes: Any) -> Cluster:
         """A cluster with other fields, the rest as here: ``cluster.replace(hosts=4, network_link=Link(1e-5, 25e6))``.
@@ -533,7 +363,7 @@ class Cluster:
 
         for name, count in (("hosts", hosts), ("devices_per_host", devices_per_host)):
             if count is not None:
-                _check_count(name, count)
+                check_count(name, count)
         return ray_cluster(connect(address, hosts, devices_per_host, transport))
 
     @classmethod
@@ -613,13 +443,3 @@ def _check_profile(profile: object, name: str, platform: Platform, devices_per_h
             f"the profile was measured on {profile.num_devices} devices at once, a host of cluster {name!r} has "
             f"{devices_per_host}; measure with as many, or leave the profile out (profile=None)"
         )
-
-
-def _ordered_factorizations(number: int, max_factors: int) -> Iterator[tuple[int, ...]]:
-    """All tuples of at most ``max_factors`` integers of 2 or more with product ``number`` (at least 2)."""
-    yield (number,)
-    if max_factors > 1:
-        for first in range(2, number // 2 + 1):
-            if number % first == 0:
-                for rest in _ordered_factorizations(number // first, max_factors - 1):
-                    yield (first, *rest)
