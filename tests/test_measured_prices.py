@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from autopar.cost_model.hlo_work import family_of_convolution
 from autopar.cost_model.predict import run_costs
 from autopar.graph.flops import flops_of
 from autopar.graph.fusion import fuse
+from autopar.graph.ir import Phase
 from autopar.measure import FULL
 from autopar.measured_collectives import collective_seconds, waiting_seconds
 from autopar.measured_convolutions import CONVOLUTIONS, Convolution
@@ -241,3 +243,42 @@ def test_devices_that_share_cores_wait_longer_after_more_work() -> None:
     assert much > 20 * little
     soon = collective_seconds(bench, autopar.cost_model.collectives.Collective.ALL_REDUCE, 8, 1024, 16)
     assert after[much] > soon
+
+
+# ------------------------------------------------------------------------------------------------- copies into an order
+
+
+SEQUENCES, SIDE = (32, 16), 32
+
+
+def two_layers_of_the_same(weights: tuple[jax.Array, jax.Array], rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The gradients of two matrices by which the same array of three dimensions is multiplied, as of queries and keys."""
+
+    def loss(weights: tuple[jax.Array, jax.Array]) -> jax.Array:
+        x = jnp.tanh(rows)
+        return jnp.mean((x @ weights[0]) ** 2 + (x @ weights[1]) ** 3)
+
+    return jax.grad(loss)(weights)
+
+
+def test_an_operand_in_another_order_is_copied_once() -> None:
+    """For the gradients XLA:CPU lays the features before the 32 times 16 rows: once, both products read it."""
+    rate = 1e6
+    made = autopar.parallelize(
+        two_layers_of_the_same,
+        cluster=Cluster.local(profile=None),
+        mesh_shape=(8,),
+        constraints={"rows": PartitionSpec()},
+        batch_argnums=(1,),
+    ).compile((jax.ShapeDtypeStruct((SIDE, SIDE), "float32"),) * 2, jax.ShapeDtypeStruct((*SEQUENCES, SIDE), "float32"))
+    fusion = fuse(made.subject.graph)
+    plain, priced = (
+        run_costs(made.program, fusion, Cluster.local(profile=profile_of(turned_bytes_per_second=turned)))
+        for turned in (None, rate)
+    )
+    added = [after.seconds - before.seconds for before, after in zip(plain, priced, strict=True)]
+    copied = [(run.operator, seconds) for run, seconds in zip(priced, added, strict=True) if seconds]
+    assert [(operator.primitive, operator.phase) for operator, _ in copied] == [("dot_general", Phase.BACKWARD)]
+    assert copied[0][1] == pytest.approx(2 * 4 * math.prod(SEQUENCES) * SIDE / rate)
+    reads = re.findall(r"f32\[32,512\]\S* (?:fusion|copy|transpose)\(", made.as_text())
+    assert len(reads) == 1

@@ -90,6 +90,13 @@ class ArrayList:
         """The same array with its dimensions in another order in memory."""
         return self.once((node, order), partial(self.again, node, Form.CHEAP))
 
+    def relayout_for(self, operator: Operator, node: int, order: tuple[int, ...]) -> int:
+        """The same because an operator reads it so; who comes first has the copy to its account."""
+        if (node, order) not in self._made:
+            counted = self.arrays.reordered
+            counted[operator.id] = counted.get(operator.id, 0) + self.arrays.nodes[node].size_bytes
+        return self.relayout(node, order)
+
     def slice_of(self, node: int) -> int:
         """One trip's slice of a stacked array, read or written: work for the kernel that makes or needs it."""
         return self.again(node, Form.CHEAP)

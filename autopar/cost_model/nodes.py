@@ -71,7 +71,8 @@ class Node:
 @dataclass
 class Arrays:
     """All nodes of one level. ``outputs`` are nodes (``None``: a literal); ``pairs`` are positions of an input and of
-    the output that takes its buffer; ``moves`` are the nodes of the moves that make a buffer, by their number; ``hosted``
+    the output that takes its buffer; ``moves`` are the nodes of the moves that make a buffer, by their number; ``reordered``
+    are bytes that are copied into another order because a product reads them so, by the product; ``hosted``
     are positions of inputs and outputs that have no buffer on the device, ``in_flight`` stands for those of them that are there
     for a moment.
     """
@@ -81,5 +82,6 @@ class Arrays:
     outputs: list[int | None] = field(default_factory=list)
     pairs: tuple[tuple[int, int], ...] = ()
     moves: dict[tuple[Buffer, int], int] = field(default_factory=dict)
+    reordered: dict[int, int] = field(default_factory=dict)
     hosted: Hosted = NOTHING_HOSTED
     in_flight: int | None = None

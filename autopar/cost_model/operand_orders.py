@@ -31,7 +31,7 @@ def operands_of_product(nodes: ArrayList, step: Run) -> tuple[int, ...]:
         shape = nodes.arrays.nodes[node].shape
         order = _dot_order(len(shape), contracting[side], batch[side], side)
         if nodes.on_cpu and not _read_as_it_lies(shape, order, batch[side], plain=plain):
-            node = nodes.relayout(node, order)
+            node = nodes.relayout_for(step.operator, node, order)
         elif len(shape) > len(batch[side]) + 2:
             node = nodes.once((node, "matrix"), partial(nodes.again, node, Form.RENAME))
         inputs.append(node)

@@ -1,6 +1,7 @@
 """What a step will cost: the steps of an SPMD program priced one by one, nothing compiled.
 
     step seconds = Σ runs (roofline of one device's share) + Σ collectives (α-β over the links that they cross)
+                 + copies of operands into the order in which products read them (as measured, where a profile says so)
                  + what memory costs that is new to the call (as measured, where a profile says so)
                  + copies between devices and their hosts (:mod:`autopar.cost_model.hosted`)
                  − what of the collectives is hidden behind work (:mod:`autopar.cost_model.overlap`)
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from autopar.cluster import Cluster, Mesh
 from autopar.cost_model.arrays import arrays_of
 from autopar.cost_model.collectives import Collective, collective_seconds, wire_bytes
-from autopar.cost_model.combine import led_by, sent_before
+from autopar.cost_model.combine import led_by, levels, sent_before
 from autopar.cost_model.hosted import host_seconds
 from autopar.cost_model.kernels import Kernel, kernel_cost
 from autopar.cost_model.nodes import Arrays
@@ -83,7 +84,7 @@ class Priced:
 def priced(program: SpmdProgram, fusion: Fusion, cluster: Cluster, arrays: Arrays | None = None) -> Priced:
     """The price of a program; ``arrays`` are its own, if they are known already."""
     arrays = arrays or arrays_of(program, (), cluster.device.platform.value)
-    runs = run_costs(program, fusion, cluster)
+    runs = run_costs(program, fusion, cluster, arrays)
     sent = _sent(program, cluster, runs, arrays)
     moved = {move: use for move, use in sent if move is not None}
     work_seconds: dict[int, float] = {}
@@ -121,9 +122,10 @@ def _allocation_seconds(program: SpmdProgram, memory: Memory, cluster: Cluster) 
     return fresh.seconds(sizes, 0.0) * new_share + fresh.seconds((), memory.temp_bytes)
 
 
-def run_costs(program: SpmdProgram, fusion: Fusion, cluster: Cluster) -> list[RunCost]:
-    """The price of every operator that is no loop itself."""
+def run_costs(program: SpmdProgram, fusion: Fusion, cluster: Cluster, arrays: Arrays | None = None) -> list[RunCost]:
+    """The price of every operator that is no loop itself; ``arrays`` are those of the program, if they are known already."""
     found = []
+    reordered_seconds = _reordered_seconds(program, cluster, arrays)
     for step, trips in program.all_steps():
         if isinstance(step, Run) and not step.bodies:
             operator = step.operator
@@ -135,8 +137,19 @@ def run_costs(program: SpmdProgram, fusion: Fusion, cluster: Cluster) -> list[Ru
                 fusion.writes(operator),
             )
             cost = kernel_cost(kernel, step.strategy, program.mesh, cluster)
-            found.append(RunCost(operator, cost.flops * trips, cost.bytes_moved * trips, cost.seconds * trips))
+            seconds = cost.seconds + reordered_seconds.get(operator.id, 0.0)
+            found.append(RunCost(operator, cost.flops * trips, cost.bytes_moved * trips, seconds * trips))
     return found
+
+
+def _reordered_seconds(program: SpmdProgram, cluster: Cluster, arrays: Arrays | None) -> dict[int, float]:
+    """What each product waits for operands that are copied into the order in which it reads them, as far as that was measured."""
+    if cluster.profile is None or (rate := cluster.profile.turned_bytes_per_second) is None:
+        return {}
+    arrays = arrays or arrays_of(program, (), cluster.device.platform.value)
+    return {
+        product: 2 * size_bytes / rate for level in levels(arrays) for product, size_bytes in level.reordered.items()
+    }
 
 
 def collectives_of(
