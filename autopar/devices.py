@@ -111,7 +111,7 @@ class DeviceKind:
 
 @dataclass(frozen=True)
 class Link:
-    """One level of the interconnect (see above for α, β and ``shared_by``).
+    """One level of the interconnect (see the module docstring for α, β and ``shared_by``).
 
     Raises ``ClusterError`` for a negative α, a β that is not positive and finite, or ``shared_by`` below 1.
     """

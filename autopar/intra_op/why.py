@@ -21,6 +21,7 @@ from enum import Enum
 import numpy as np
 
 from autopar.cluster import Cluster
+from autopar.cost_model.arrays import arrays_of
 from autopar.cost_model.predict import collectives_of, run_costs
 from autopar.errors import PlanError
 from autopar.graph.ir import Graph
@@ -256,8 +257,9 @@ def _prices(program: SpmdProgram, question: Question) -> defaultdict[tuple[str, 
 
 
 def _priced(program: SpmdProgram, question: Question) -> Iterator[tuple[tuple[str, Axes, str], float]]:
-    runs = run_costs(program, question.found.problem.fusion, question.cluster)
+    arrays = arrays_of(program, (), question.cluster.device.platform.value)
+    runs = run_costs(program, question.found.problem.fusion, question.cluster, arrays)
     for run in runs:
         yield (run.operator.primitive, (), run.operator.phase.value), run.seconds
-    for use in collectives_of(program, question.cluster, runs):
+    for use in collectives_of(program, question.cluster, runs, arrays):
         yield (use.kind, use.axes, use.phase), use.seconds
