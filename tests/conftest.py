@@ -34,7 +34,9 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 
 import gc  # noqa: E402 - after the environment, like all that may import JAX
+import itertools  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
+from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
 import pytest  # noqa: E402
@@ -42,6 +44,9 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 
 if TYPE_CHECKING:
     import autopar
+
+TESTS_BETWEEN_LOOKS = 10
+MANY_MAPPINGS = 20_000
 
 # A compilation in a property test takes as long as it takes: only the count of examples is bounded.
 _COMMON = {"derandomize": True, "deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -55,6 +60,27 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+
+
+@pytest.fixture(scope="session")
+def _tests_so_far() -> Iterator[int]:
+    return itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def _few_mappings(_tests_so_far: Iterator[int]) -> Iterator[None]:
+    """Compiled programs go before the system's limit of mappings of one process (65,530) is reached: each holds some hundred."""
+    yield
+    maps = Path("/proc/self/maps")
+    if (
+        next(_tests_so_far) % TESTS_BETWEEN_LOOKS == 0
+        and maps.exists()
+        and maps.read_bytes().count(b"\n") > MANY_MAPPINGS
+    ):
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,18 @@ def byte_model(model: Model, rows: Sequence[MemoryRow]) -> Model:
     return Model(nodes, edges)
 
 
+def with_price(model: Model, rows: Sequence[MemoryRow], seconds_per_byte: float) -> Model:
+    """The same choices, each of which also pays for the bytes that it holds, by the mean of the rows."""
+    nodes, edges = list(model.nodes), dict(model.edges)
+    each = seconds_per_byte / len(rows)
+    for row in rows:
+        for node, held in row.nodes.items():
+            nodes[node] = nodes[node] + each * held
+        for pair, held in row.edges.items():
+            edges[pair] = edges[pair] + each * held
+    return Model(nodes, edges)
+
+
 def memory_rows(
     problem: Problem,
     quotient: Quotient,

@@ -23,7 +23,8 @@ from autopar.intra_op.alike import Quotient
 from autopar.intra_op.bound import lower_bound
 from autopar.intra_op.choices import Choices
 from autopar.intra_op.extract import stage_of
-from autopar.intra_op.model import MemoryRow, Model, Pair, Solution
+from autopar.intra_op.held import with_price
+from autopar.intra_op.model import Solution
 from autopar.intra_op.problem import Problem
 from autopar.intra_op.search import (
     EXACT_VARIABLES,
@@ -193,7 +194,7 @@ class Prices:
 
     def _at(self, one: OnMesh, price: float) -> OnMesh:
         self._task.report_progress(f"solving for mesh {one.choices.mesh}")
-        return one if price == 0 else replace(one, model=_with_price(one.model, one.rows, price))
+        return one if price == 0 else replace(one, model=with_price(one.model, one.rows, price))
 
     def _stage(self, one: OnMesh, solution: Solution) -> PricedStage:
         tried = tuple(str(mesh.choices.mesh) for mesh in self._meshes)
@@ -219,15 +220,3 @@ def _solvable(one: OnMesh) -> OnMesh:
     if one.model.num_variables <= EXACT_VARIABLES:
         return one
     return narrowed(one, lower_bound(one.model), lean=True)
-
-
-def _with_price(model: Model, rows: list[MemoryRow], price: float) -> Model:
-    nodes = list(model.nodes)
-    edges: dict[Pair, np.ndarray] = dict(model.edges)
-    each = price / len(rows)
-    for row in rows:
-        for node, held in row.nodes.items():
-            nodes[node] = nodes[node] + each * held
-        for pair, held in row.edges.items():
-            edges[pair] = edges[pair] + each * held
-    return Model(nodes, edges)

@@ -138,7 +138,8 @@ class Found:
     """A stage, the steps it lowers to, what is predicted of it, and how it was found.
 
     ``model`` is the integer program whose solution ``options`` is; None when only the leanest plan keeps the budget, so
-    that seconds did not decide.  With ``is_narrowed`` it held the likeliest options of every class only.
+    that seconds did not decide.  With ``is_narrowed`` it held the likeliest options of every class only; where a plan
+    ``has_less_scratch``, its memory rows are about scratch memory (:mod:`autopar.intra_op.scratch`), else about the budget.
     """
 
     stage: Stage
@@ -151,11 +152,12 @@ class Found:
     options: tuple[int, ...]
     model: Model | None
     is_narrowed: bool = False
+    has_less_scratch: bool = False
 
     @property
     def is_squeezed(self) -> bool:
         """Whether the memory budget kept the planner from the fastest plan."""
-        return self.model is None or bool(self.model.memory)
+        return self.model is None or (bool(self.model.memory) and not self.has_less_scratch)
 
 
 class TooSlow(enum.Enum):
@@ -310,7 +312,10 @@ class _Best:
             if self._leanest is None or error.memory.total_bytes < self._leanest.total_bytes:
                 self._leanest = error.memory
             return
-        cost = math.inf if within is None else within[1] - within[0].prediction.hidden_seconds
+        cost = math.inf
+        if within is not None:
+            prediction = within[0].prediction
+            cost = within[1] + prediction.allocation_seconds - prediction.hidden_seconds
         if within is not None and cost < self.cost:
             self._found, self.cost = within[0], cost
         else:

@@ -143,7 +143,7 @@ class _Asked:
         self._cost = model.cost(question.found.options)
         self._open = list(dict.fromkeys(filter(self._has_choice, map(self._classes, groups))))[:MAX_QUESTIONS]
         self._resolver = Resolver(model, frozenset().union(*self._open), self._cost)
-        if model.memory:
+        if question.found.is_squeezed:
             free = solve(replace(model, memory=[]), time_limit_seconds=self._slice_seconds)
             self._unlimited = None if free is None else (self._stage(free), self._cost - free.cost)
 

@@ -18,6 +18,7 @@ from autopar.errors import PlanError
 from autopar.intra_op.held import byte_model
 from autopar.intra_op.ilp import solve
 from autopar.intra_op.model import Solution
+from autopar.intra_op.scratch import with_less_scratch
 from autopar.intra_op.squeeze import solve_squeezed
 from autopar.plan import Memory
 
@@ -54,7 +55,8 @@ def within_budget(on_mesh: OnMesh, optimum: Solution, below: float) -> tuple[Fou
     task = on_mesh.task
     first = on_mesh.lay_out(optimum)
     if first.memory.total_bytes <= task.budget_bytes:
-        return on_mesh.complete(first), optimum.cost
+        leaner = with_less_scratch(on_mesh, first)
+        return (on_mesh.complete(first), optimum.cost) if leaner is None else (leaner.found, leaner.cost)
     tried = [first]
     if on_mesh.model.num_variables > EXACT_SQUEEZED_VARIABLES:
         squeezed = _priced(on_mesh, optimum, tried, below)
