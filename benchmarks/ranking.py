@@ -3,7 +3,8 @@
     python -m benchmarks.ranking [--models gpt …] [--size bench] [--rounds 7] [--profile auto|measure|none|FILE]
 
 Every method on every mesh shape that it can use is planned, compiled and timed on 8 devices of this machine; the plans of a
-model take turns, so that a drift of the machine hits all alike.  Per model:
+model take turns, so that a drift of the machine hits all alike: as many as asked for, and so many more that each plan runs for a
+second, for medians of short steps differ from run to run by what shall be told apart.  Per model:
 
     tau     Kendall's: (pairs in the right order − pairs in the wrong order) / pairs, over the pairs of plans whose clocks
             differ by at least 5%
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import statistics
 from collections.abc import Sequence
@@ -40,6 +42,8 @@ from benchmarks.models import FAMILIES, Model, build
 
 SEPARATED = 0.05
 TAU_WANTED, REGRET_WANTED = 0.8, 1.05
+LEAST_SECONDS = 1.0
+"""That the steps of every plan take at least, all rounds together."""
 
 
 @dataclass(frozen=True)
@@ -106,14 +110,17 @@ def rank(model: Model, cluster: Cluster, rounds: int) -> list[Ranked]:
     """Every plan, fastest first."""
     compiled = plans(model, cluster)
     plain = cluster.with_profile(None)
-    clocks = run_in_turn(model, compiled, rounds)
-    found = []
+    foretold = {}
     for name, step in compiled.items():
         memory = step.plan.prediction.memory
         fusion = fuse(step.subject.graph)
-        by_profile, by_figures = (predict(step.program, fusion, one, memory).step_seconds for one in (cluster, plain))
-        found.append(Ranked(name, by_profile, by_figures, clocks[name]))
-    return sorted(found, key=lambda one: one.clock_seconds)
+        foretold[name] = [predict(step.program, fusion, one, memory).step_seconds for one in (cluster, plain)]
+    shortest_seconds = min(seconds for seconds, _ in foretold.values())
+    clocks = run_in_turn(model, compiled, max(rounds, math.ceil(LEAST_SECONDS / shortest_seconds)))
+    return sorted(
+        (Ranked(name, by_profile, by_figures, clocks[name]) for name, (by_profile, by_figures) in foretold.items()),
+        key=lambda one: one.clock_seconds,
+    )
 
 
 def plans(model: Model, cluster: Cluster) -> dict[str, Any]:
