@@ -17,7 +17,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar import _compat
 from autopar.cluster import Cluster, Mesh, Platform
 from autopar.cost_model.arrays import arrays_of
 from autopar.cost_model.collectives import Collective, collective_seconds
@@ -182,20 +181,8 @@ PRODUCT = tuple((name, method) for name in FAMILIES for method in METHODS)
 """The default run holds a sample of it, which is compiled anyway, in :mod:`tests.test_predictions`."""
 
 
-DROPPED_BARRIERS = (
-    "this XLA:CPU drops barriers when it has simplified both sides of them, not always alike: some of what stands twice is "
-    "then computed, and sent, twice"
-)
-GAPS = {} if _compat.cpu_keeps_barriers() else {("gpt_remat", "tensor_parallel"): DROPPED_BARRIERS}
-
-
-def row(name: str, method: str) -> Any:
-    reason = GAPS.get((name, method))
-    return pytest.param(name, method, marks=pytest.mark.xfail(reason=reason, strict=True) if reason else ())
-
-
 @pytest.mark.verify
-@pytest.mark.parametrize(("name", "method"), [row(*pair) for pair in PRODUCT])
+@pytest.mark.parametrize(("name", "method"), PRODUCT)
 def test_the_all_reduces_of_every_step_are_those_of_its_compiled_program(name: str, method: str) -> None:
     model = build(name, "toy")
     step = autopar.parallelize(cluster=eight_slow_devices(), method=method)(model.train_step)

@@ -20,7 +20,7 @@ from autopar.compiled import Compiled
 from autopar.cost_model.hlo import memory_bytes, parse_module, step_seconds
 from benchmarks.models import FAMILIES, build
 from tests.test_combine import METHODS as REDUCING
-from tests.test_combine import check_all_reduces, row
+from tests.test_combine import check_all_reduces
 from tests.toy_runs import METHODS, eight_slow_devices, sample
 
 pytestmark = pytest.mark.usefixtures("users_fusions")
@@ -92,7 +92,7 @@ def test_what_is_done_again_behind_remat_is_foretold(compilations: list[str]) ->
 
 
 @pytest.mark.verify
-@pytest.mark.parametrize(("name", "method"), [row(*pair) for pair in PRODUCT if pair not in DEFAULT])
+@pytest.mark.parametrize(("name", "method"), [pair for pair in PRODUCT if pair not in DEFAULT])
 def test_every_toys_collectives_and_memory_are_the_compiled_programs(
     name: str, method: str, compilations: list[str]
 ) -> None:

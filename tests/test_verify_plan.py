@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from typing import Any
 
 import jax
 import pytest
@@ -22,7 +21,6 @@ from autopar.explain.verification import NO_AXES, held_against
 from autopar.plan import Plan
 from benchmarks.models import FAMILIES, build
 from tests import verify_cases
-from tests.test_combine import GAPS
 from tests.toy_runs import METHODS, eight_slow_devices
 
 pytestmark = pytest.mark.usefixtures("users_fusions")
@@ -49,15 +47,8 @@ def test_a_family_compiles_to_what_its_plan_says(name: str, method: str) -> None
     check(verified(name, method, "toy", eight_slow_devices()))
 
 
-def row(name: str, method: str, size: str) -> Any:
-    reason = GAPS.get((name, method)) if size == "toy" else None
-    return pytest.param(name, method, size, marks=pytest.mark.xfail(reason=reason, strict=True) if reason else ())
-
-
 @pytest.mark.verify
-@pytest.mark.parametrize(
-    ("name", "method", "size"), [row(*one) for one in itertools.product(FAMILIES, METHODS, ("toy", "bench"))]
-)
+@pytest.mark.parametrize(("name", "method", "size"), list(itertools.product(FAMILIES, METHODS, ("toy", "bench"))))
 def test_every_family_and_method_compiles_to_what_its_plan_says(name: str, method: str, size: str) -> None:
     check(verified(name, method, size, eight_slow_devices()))
 
