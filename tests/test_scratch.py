@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 import autopar
 from autopar.cluster import Cluster
 from autopar.intra_op.scratch import seconds_per_byte
 from autopar.profile import Curve, Fresh
+from tests.test_by_hand import train_step
 from tests.test_profile import profile_of
 
 NOTHING = Curve(((1.0, 1e-9), (1e9, 1e-9)))
@@ -32,17 +32,6 @@ def test_the_price_is_the_slope_down_the_step() -> None:
 ROWS, WIDE, LAYERS = 64, 256, 4
 PARAMS = [jax.ShapeDtypeStruct((WIDE, WIDE), "float32")] * LAYERS
 BATCH = jax.ShapeDtypeStruct((ROWS, WIDE), "float32")
-
-
-def train_step(params: list[jax.Array], rows: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    def loss(params: list[jax.Array]) -> jax.Array:
-        x = rows
-        for weights in params:
-            x = jnp.tanh(x @ weights)
-        return jnp.mean(x**2)
-
-    value, grads = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
 
 def step_with(fresh: Fresh | None, **options: Any) -> Any:

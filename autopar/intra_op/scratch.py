@@ -18,7 +18,7 @@ of all that hold no more at any of those moments (Everett, 1963): such is the pr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autopar.intra_op.held import with_price
@@ -39,16 +39,9 @@ PRICES = (0.5, 1.0, 2.0)
 """That are tried, as multiples of λ."""
 
 
-@dataclass(frozen=True)
-class Leaner:
-    """A plan with less scratch memory, and its cost without that memory."""
-
-    found: Found
-    cost: float
-
-
-def with_less_scratch(on_mesh: OnMesh, optimum: LaidOut) -> Leaner | None:
-    """A plan with so little scratch memory that, with it, a step is faster than with the optimum of the mesh.
+def with_less_scratch(on_mesh: OnMesh, optimum: LaidOut) -> tuple[Found, float] | None:
+    """A plan with so little scratch memory that, with it, a step is faster than with the optimum of the mesh; and
+    its cost without that memory.
 
     None where no such plan is found, or none is worth a look.
     """
@@ -76,7 +69,7 @@ def with_less_scratch(on_mesh: OnMesh, optimum: LaidOut) -> Leaner | None:
         return None
     within = [replace(row, budget=row.used(best.solution.options)) for row in rows]
     found = replace(on_mesh.complete(best), model=replace(on_mesh.model, memory=within), has_less_scratch=True)
-    return Leaner(found, best.solution.cost)
+    return found, best.solution.cost
 
 
 def seconds_per_byte(fresh: Fresh, scratch_bytes: float) -> float | None:

@@ -55,8 +55,7 @@ def within_budget(on_mesh: OnMesh, optimum: Solution, below: float) -> tuple[Fou
     task = on_mesh.task
     first = on_mesh.lay_out(optimum)
     if first.memory.total_bytes <= task.budget_bytes:
-        leaner = with_less_scratch(on_mesh, first)
-        return (on_mesh.complete(first), optimum.cost) if leaner is None else (leaner.found, leaner.cost)
+        return with_less_scratch(on_mesh, first) or (on_mesh.complete(first), optimum.cost)
     tried = [first]
     if on_mesh.model.num_variables > EXACT_SQUEEZED_VARIABLES:
         squeezed = _priced(on_mesh, optimum, tried, below)
