@@ -68,16 +68,16 @@ def verify_plan(  # noqa: PLR0913 - the options of a user, each by its name
 
 def _read(compiled: Any, cluster: Cluster, compiler: Compiler | None) -> tuple[CompiledProgram, tuple[str, ...]]:
     """The compiled program; compiled for another platform than planned for, without what that platform widens."""
-    module = parse_module(compiled.as_text())
-    cost = step_seconds(module, cluster)
+    module, memory = parse_module(compiled.as_text()), memory_bytes(compiled)
+    cost = step_seconds(module, cluster, memory=memory)
     if compiler is not None:
         note = (
             f"compiled for {compiler.name} without the device: its matrix kernels are XLA's defaults, not the fastest"
         )
-        return CompiledProgram(module, cost, memory_bytes(compiled)), (note,)
+        return CompiledProgram(module, cost, memory), (note,)
     here, wanted = jax.devices()[0].platform, cluster.device.platform.value
     if here == wanted or (here, wanted) == ("gpu", "cuda"):
-        return CompiledProgram(module, cost, memory_bytes(compiled)), ()
-    cost = step_seconds(module, cluster, undo_widening(cost.collectives))
+        return CompiledProgram(module, cost, memory), ()
+    cost = step_seconds(module, cluster, undo_widening(cost.collectives), memory)
     note = f"planned for {wanted} and compiled for {here}: fusion, and with it memory, is that of {here}"
-    return CompiledProgram(module, cost, memory_bytes(compiled)), (note,)
+    return CompiledProgram(module, cost, memory), (note,)

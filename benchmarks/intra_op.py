@@ -7,7 +7,8 @@ Clusters are hosts × devices: this machine (1x8), the same devices as two hosts
 local link (2x4) or as four with one a hundred times slower (4x2), and eight hosts like this one (8x8, ten times slower, a
 batch eight times as big), for which steps are compiled only.  ``auto`` plans on one mesh here; pipelines are
 :mod:`benchmarks.pipeline`'s.  Step seconds "by HLO" are what the reader of compiled programs says (roofline of every
-instruction and α-β of every collective that XLA really emitted), not the planner's own prediction, which stands beside it.
+instruction, α-β of every collective that XLA really emitted and, with a profile, the new pages of its memory), not the
+planner's own prediction, which stands beside it.
 
 A table per model and cluster, ``auto`` over the best hand-made method that fits, and at the end of all what the ratios and
 the errors of predicted memory come to.  What cannot be planned or compiled is a row that says why.  With ``--resume`` each
@@ -126,11 +127,13 @@ class Row:
     fits: bool
     made_in_seconds: float
     clock_seconds: float | None = None
+    hlo_allocation_seconds: float = 0.0
+    """Of memory that is new to every call, where a profile says so."""
 
     @property
     def hlo_seconds(self) -> float:
         """Step seconds of the compiled program."""
-        return self.hlo_compute_seconds + self.hlo_communication_seconds
+        return self.hlo_compute_seconds + self.hlo_communication_seconds + self.hlo_allocation_seconds
 
     @property
     def memory_error(self) -> float:
@@ -184,7 +187,7 @@ class Bench:
         cluster = setting.cluster()
         module, memory = self._compiled(setting, method, cluster)
         plan = self._plan(setting, method, cluster)
-        cost = step_seconds(module, cluster)
+        cost = step_seconds(module, cluster, memory=memory)
         return Row(
             str(plan.mesh),
             plan.step_seconds,
@@ -194,6 +197,7 @@ class Bench:
             memory.total,
             memory.total <= cluster.per_device_memory_bytes,
             time.perf_counter() - started,
+            hlo_allocation_seconds=cost.allocation_seconds,
         )
 
     def executable(self, setting: Setting, method: str) -> Any:
@@ -222,7 +226,7 @@ def main() -> None:
     settings = [replace(one, profile=arguments.profile) if one.can_run else one for one in settings]
     devices = max(LOCAL_DEVICES, *(setting.num_devices for setting in settings))
     os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count={devices}")
-    console = Console(width=150)
+    console = Console(width=165)
     results = Results(arguments.resume)
     tables: dict[tuple[str, str], dict[str, Row | Failure]] = {}
     for name in arguments.models:
@@ -310,6 +314,7 @@ COLUMNS = (
     "HLO ms",
     "compute",
     "collectives",
+    "new memory",
     "predicted MiB",
     "XLA MiB",
     "error",
@@ -324,7 +329,8 @@ def table(title: str, rows: dict[str, Row | Failure]) -> Table:
     for column in COLUMNS:
         made.add_column(column, justify="left" if column in ("method", "mesh") else "right")
     for method, row in sorted(measured(rows).items(), key=lambda item: item[1].hlo_seconds):
-        milliseconds = [row.predicted_seconds, row.hlo_seconds, row.hlo_compute_seconds, row.hlo_communication_seconds]
+        parts = [row.hlo_compute_seconds, row.hlo_communication_seconds, row.hlo_allocation_seconds]
+        milliseconds = [row.predicted_seconds, row.hlo_seconds, *parts]
         made.add_row(
             method,
             row.mesh,

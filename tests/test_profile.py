@@ -20,6 +20,7 @@ import autopar
 from autopar import profile_file, timing
 from autopar.cluster import Cluster, Mesh
 from autopar.cost_model.collectives import Collective, collective_seconds, group_seconds, permute_seconds, wire_bytes
+from autopar.cost_model.hlo import read_compiled
 from autopar.cost_model.machine import make_machine
 from autopar.cost_model.reshard import (
     AffineTable,
@@ -560,6 +561,18 @@ def test_an_update_in_place_is_cheaper_than_one_into_new_arrays_by_what_these_co
     assert anew.step_seconds - in_place.step_seconds == pytest.approx(arrays + scratch, rel=0.01)
     assert arrays > 0.1 * in_place.step_seconds
     assert predicted(profile_of()).allocation_seconds == 0.0
+
+
+@pytest.mark.parametrize("options", [{}, {"donate_argnums": ()}], ids=["in place", "anew"])
+def test_the_compiled_program_pays_for_new_memory_as_the_compiler_counts_it(options: dict[str, Any]) -> None:
+    profile = profile_of(fresh=FRESH)
+    step = autopar.parallelize(momentum_step, cluster=Cluster.local(profile=profile), method="data_parallel", **options)
+    program = read_compiled(compiled := step.compile(*MOMENTUM_SHAPES), Cluster.local(profile=profile))
+    arrays = 2 * FRESH.outputs.at(256 * 64 * 4) if options else 0.0
+    assert program.cost.allocation_seconds == pytest.approx(arrays + FRESH.scratch.at(program.memory.temp), rel=0.01)
+    assert program.cost.allocation_seconds == pytest.approx(compiled.plan.prediction.allocation_seconds, rel=0.02)
+    nothing_measured = Cluster.local(profile=profile_of())
+    assert read_compiled(compiled, nothing_measured).cost.allocation_seconds == 0.0
 
 
 def test_explanations_say_what_new_memory_costs() -> None:

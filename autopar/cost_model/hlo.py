@@ -5,6 +5,7 @@ collectives it runs, how often and over whom, how many FLOPs and bytes it takes,
 
     Σ over instructions  trips · max(FLOPs / F, bytes / M)   +   Σ over collectives  trips · α-β time of their groups
 
+and what memory costs that is new to every call, where a profile says so and the compiler how much it is;
 less what XLA:GPU hides of the collectives, on each device (all devices run the same program). XLA:CPU hides nothing; of TPUs it
 is not read, and there the sum is an upper bound that both sides of a comparison share.
 
@@ -32,6 +33,7 @@ from autopar.cost_model.hlo_overlap import hidden_seconds
 from autopar.cost_model.hlo_parser import HloComputation, HloInstruction, HloModule, numpy_dtype_name, parse_module
 from autopar.cost_model.hlo_steps import Step, bytes_of, executed_steps, flops_of, is_collective
 from autopar.cost_model.hlo_work import FlopCounter, family_of_convolution, instruction_bytes
+from autopar.cost_model.new_memory import new_memory_seconds
 from autopar.cost_model.roofline import convolution_seconds, operator_seconds
 from autopar.cost_model.waits import Waiting, waiting
 from autopar.errors import ClusterError
@@ -88,11 +90,13 @@ class HloCost:
     notes: tuple[str, ...] = ()
     hidden_seconds: float = 0.0
     """Of communication, between starts and ends of collectives."""
+    allocation_seconds: float = 0.0
+    """Of memory that is new to the call; 0 where no profile says, or the memory of the program is not known."""
 
     @property
     def seconds(self) -> float:
         """Computing and communicating one after the other, but for what is hidden."""
-        return self.compute_seconds + self.communication_seconds - self.hidden_seconds
+        return self.compute_seconds + self.communication_seconds + self.allocation_seconds - self.hidden_seconds
 
     @property
     def wire_bytes(self) -> float:
@@ -121,11 +125,17 @@ def bytes_moved(module: HloModule) -> int:
     return bytes_of((step for step in steps if not is_collective(step.instruction)), module)
 
 
-def step_seconds(module: HloModule, cluster: Cluster, found: Iterable[HloCollective] | None = None) -> HloCost:
+def step_seconds(
+    module: HloModule,
+    cluster: Cluster,
+    found: Iterable[HloCollective] | None = None,
+    memory: MemoryBytes | None = None,
+) -> HloCost:
     """What one step takes on each device of ``cluster``, whose device d is position d of the device assignment.
 
     ``found`` replaces the collectives of the module by those that another backend would run, for example
     ``undo_widening(form_reduce_scatters(module))``; of these nothing is known to be hidden.
+    With ``memory``, what the compiler says of the executable, memory that is new to every call is priced too.
 
     Raises:
         ClusterError: the program runs on more devices than the cluster has.
@@ -177,7 +187,13 @@ def step_seconds(module: HloModule, cluster: Cluster, found: Iterable[HloCollect
         ran,
         notes,
         _hidden_seconds(steps, lengths, sent) if found is None else 0.0,
+        0.0 if memory is None else _allocation_seconds(module, memory, cluster),
     )
+
+
+def _allocation_seconds(module: HloModule, memory: MemoryBytes, cluster: Cluster) -> float:
+    outputs = [leaf.size_bytes for leaf in module.entry.root.shape.leaves]
+    return new_memory_seconds(outputs, memory.alias, memory.temp, cluster)
 
 
 def _hidden_seconds(steps: Sequence[Step], worked: Sequence[float], sent: Sequence[float]) -> float:
@@ -252,5 +268,5 @@ def memory_bytes(compiled: Any) -> MemoryBytes:
 
 def read_compiled(compiled: Any, cluster: Cluster) -> CompiledProgram:
     """Everything about a ``jax.stages.Compiled`` on a cluster: module, cost and memory."""
-    module = parse_module(compiled.as_text())
-    return CompiledProgram(module, step_seconds(module, cluster), memory_bytes(compiled))
+    module, memory = parse_module(compiled.as_text()), memory_bytes(compiled)
+    return CompiledProgram(module, step_seconds(module, cluster, memory=memory), memory)

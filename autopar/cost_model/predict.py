@@ -24,6 +24,7 @@ from autopar.cost_model.collectives import Collective, collective_seconds, wire_
 from autopar.cost_model.combine import led_by, levels, sent_before
 from autopar.cost_model.hosted import host_seconds
 from autopar.cost_model.kernels import Kernel, kernel_cost
+from autopar.cost_model.new_memory import new_memory_seconds
 from autopar.cost_model.nodes import Arrays
 from autopar.cost_model.overlap import Move, hidden_seconds
 from autopar.cost_model.reshard import COLLECTIVE_OF_MOVE, collective_bytes, copy_seconds, move_seconds, order_of
@@ -99,6 +100,7 @@ def predict(
 ) -> Prediction:
     """Price a program; ``memory`` is what :mod:`autopar.cost_model.memory` says of it, ``arrays`` are its own, if known."""
     price = priced(program, fusion, cluster, arrays)
+    outputs = [local_bytes(program, buffer) for buffer in program.outputs if buffer is not None]
     return Prediction(
         compute_seconds=price.compute_seconds,
         communication_seconds=price.communication_seconds,
@@ -107,19 +109,10 @@ def predict(
         bytes_moved=price.bytes_moved,
         collectives=price.collectives,
         memory=memory,
-        allocation_seconds=_allocation_seconds(program, memory, cluster),
+        allocation_seconds=new_memory_seconds(outputs, memory.alias_bytes, memory.temp_bytes, cluster),
         host_seconds=host_seconds(program, cluster),
         hidden_seconds=price.hidden_seconds,
     )
-
-
-def _allocation_seconds(program: SpmdProgram, memory: Memory, cluster: Cluster) -> float:
-    """Seconds of results that take over no argument's memory, and of scratch memory."""
-    if cluster.profile is None or (fresh := cluster.profile.fresh) is None or not memory.output_bytes:
-        return 0.0
-    sizes = [local_bytes(program, buffer) for buffer in program.outputs if buffer is not None]
-    new_share = 1.0 - memory.alias_bytes / memory.output_bytes
-    return fresh.seconds(sizes, 0.0) * new_share + fresh.seconds((), memory.temp_bytes)
 
 
 def run_costs(program: SpmdProgram, fusion: Fusion, cluster: Cluster, arrays: Arrays | None = None) -> list[RunCost]:

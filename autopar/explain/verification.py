@@ -263,6 +263,7 @@ def _figures(plan: Plan, compiled: CompiledProgram, tolerances: Tolerances) -> t
     said, memory, found = plan.prediction, plan.prediction.memory, compiled.memory
     in_host = Figure("arguments in host memory", Unit.BYTES, memory.host_bytes, found.host, 0.0)
     hidden = Figure("hidden of it", Unit.SECONDS, said.hidden_seconds, compiled.cost.hidden_seconds, None)
+    new = Figure("new memory", Unit.SECONDS, said.allocation_seconds, compiled.cost.allocation_seconds, None)
     return (
         Figure("arguments", Unit.BYTES, memory.argument_bytes, found.argument, 0.0),
         *((in_host,) if memory.host_bytes or found.host else ()),
@@ -273,6 +274,7 @@ def _figures(plan: Plan, compiled: CompiledProgram, tolerances: Tolerances) -> t
         Figure("FLOPs", Unit.FLOPS, said.flops, compiled.cost.flops, None),
         Figure("compute", Unit.SECONDS, said.compute_seconds, compiled.cost.compute_seconds, None),
         Figure("communication", Unit.SECONDS, said.communication_seconds, compiled.cost.communication_seconds, None),
+        *((new,) if said.allocation_seconds or compiled.cost.allocation_seconds else ()),
         *((hidden,) if said.hidden_seconds or compiled.cost.hidden_seconds else ()),
         Figure("step", Unit.SECONDS, said.step_seconds, compiled.cost.seconds, None),
     )
