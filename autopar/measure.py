@@ -31,7 +31,7 @@ from autopar.errors import ClusterError
 from autopar.measured_collectives import collective_curves, group_sizes, share_cores, waiting_seconds
 from autopar.measured_convolutions import CONVOLUTIONS, Convolution
 from autopar.measured_exchanges import SelfExchange
-from autopar.measured_operations import OPERATIONS, Operation
+from autopar.measured_operations import LONG_ROWS, OF_COLUMNS, OPERATIONS, SHORT_ROW, SHORT_ROWS, Operation
 from autopar.measured_worlds import Asked, world_curves
 from autopar.profile import (
     SKINNINESS,
@@ -44,6 +44,7 @@ from autopar.profile import (
     ProductCurve,
     ProductShape,
     Profile,
+    Reductions,
     WaitCurve,
 )
 from autopar.profile_file import machine_name
@@ -144,6 +145,7 @@ def measure(effort: Effort = FULL, say: Callable[[str], None] = lambda message: 
         streamed=measuring.elementwise(effort.streamed_bytes),
         fresh=fresh,
         operations=tuple(measuring.operations()),
+        reductions=measuring.reductions(),
         convolutions=tuple(measuring.convolutions()),
         waits=tuple(measuring.waits()),
         turned_bytes_per_second=measuring.turned_bytes_per_second() if on_cpu else None,
@@ -241,11 +243,21 @@ class Measuring:
         """Seconds per FLOP of primitives that are no products, over an array that stays in the caches."""
         for operation in self._effort.operations:
             self._say(operation.primitive)
-            mesh = self._bench.mesh(1)
-            x = spread(np.linspace(0.1, 0.9, operation.elements * len(self._bench.devices), dtype=np.float32), mesh)
-            seconds = self._bench.loop_seconds(_repeated(operation), x, operation.trips)
+            seconds_per_flop = self._seconds_per_flop(operation)
             for name in (operation.primitive, *operation.like_it):
-                yield OperationRate(name, seconds / (operation.elements * operation.flops_of_element()))
+                yield OperationRate(name, seconds_per_flop)
+
+    def reductions(self) -> Reductions:
+        """Of elements that lie in short rows and in columns."""
+        self._say("sums of short rows and of columns")
+        long, short, column = (self._seconds_per_flop(one) for one in (LONG_ROWS, SHORT_ROWS, OF_COLUMNS))
+        return Reductions(max(SHORT_ROW * (short - long), LEAST_SECONDS), column)
+
+    def _seconds_per_flop(self, operation: Operation) -> float:
+        mesh = self._bench.mesh(1)
+        x = spread(np.linspace(0.1, 0.9, operation.elements * len(self._bench.devices), dtype=np.float32), mesh)
+        seconds = self._bench.loop_seconds(_repeated(operation), x, operation.trips)
+        return seconds / (operation.elements * operation.flops_of_element())
 
     def turned_bytes_per_second(self) -> float:
         """Of a copy of a matrix that lies in memory by columns into one that lies by rows.
@@ -412,6 +424,9 @@ def profile_rows(profile: Profile) -> Iterable[tuple[str, str, str]]:
         yield f"convolutions, {convolution.family.value}, {convolution.dtype}", *_ends(convolution.curve, "FLOP/s")
     for operation in profile.operations:
         yield operation.primitive, "", f"{1e-9 / operation.seconds_per_flop:.2f} GFLOP/s"
+    if (reductions := profile.reductions) is not None:
+        yield "a short row of a sum", f"{reductions.short_row_seconds * 1e6:.3f} µs", ""
+        yield "sums of columns", "", f"{1e-9 / reductions.column_seconds_per_flop:.2f} GFLOP/s"
     if (dispatch := profile.dispatch) is not None:
         yield "a call", f"{dispatch.call_seconds * 1e6:.1f} µs", ""
         yield "a message", f"{dispatch.message_seconds * 1e6:.1f} µs", ""

@@ -13,10 +13,10 @@ A profile holds *curves*: seconds as a function of an amount, all devices of one
     world collectives   as collectives       in a world of several processes, whose devices pass nothing through memory
 
 (a convolution's FLOPs as :mod:`autopar.graph.flops` counts them), the rate at which copies turn arrays, rates of single
-operations (:class:`OperationRate`), and what only several executables show that take turns and run side by side
-(:class:`Dispatch`).  What a profile does not hold is priced without: waits as none, streamed and turned bytes as others, fresh
-memory and exchanges as free, collectives of a world as those of one process, operations and convolutions at the rate of matrix
-products.
+operations (:class:`OperationRate`), of reductions by how their elements lie (:class:`Reductions`), and what only several
+executables show that take turns and run side by side (:class:`Dispatch`).  What a profile does not hold is priced without: waits
+as none, streamed and turned bytes as others, fresh memory and exchanges as free, collectives of a world as those of one process,
+reductions as those of long rows, operations and convolutions at the rate of matrix products.
 
 A curve is made to rise (more work never takes less time) by the nearest rising figures in the sense of least squares
 (isotonic regression; Barlow et al., 1972), so that a point that was measured too high does not raise all beyond it.  It is
@@ -286,6 +286,29 @@ class OperationRate:
             )
 
 
+LONG_ROW = 64
+"""Elements that lie one after the other and belong to one sum are a long row from so many on."""
+
+
+@dataclass(frozen=True)
+class Reductions:
+    """What sums (maxima, minima) take longer whose elements do not lie in long rows; the rate of those is an operation's.
+
+    Raises ``ClusterError`` for seconds that are not finite and above zero.
+    """
+
+    short_row_seconds: float
+    """Of each row in which elements of one sum lie together, beyond what they take in a long one."""
+    column_seconds_per_flop: float
+    """Of elements whose neighbours belong to other sums."""
+
+    def __post_init__(self) -> None:
+        for name in ("short_row_seconds", "column_seconds_per_flop"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ClusterError(f"{name} is {value!r}; give a finite number above zero")
+
+
 @dataclass(frozen=True)
 class Profile:
     """Everything measured on the devices of one host; where and when (ISO 8601) it was.
@@ -314,6 +337,7 @@ class Profile:
     """Of the processors of a host while all its devices compute, at each end."""
     world_collectives: tuple[CollectiveCurve, ...] = ()
     """Between devices of one host whose process is one of several; only where these are carried otherwise."""
+    reductions: Reductions | None = None
     work_between_seconds: float = 0.0
     """Between the collectives that are priced; not measured, and in no file."""
 
@@ -390,6 +414,17 @@ class Profile:
         """Seconds of so many FLOPs of one primitive; None for one that was not measured."""
         rate = self._rates.get(primitive)
         return None if rate is None else flops * rate
+
+    def reduction_seconds(self, flops: float, primitive: str, row: int | None) -> float | None:
+        """Seconds of a reduction of so many elements, of which ``row`` of one result lie one after the other; None: those of
+        other results do.  None for a primitive that was not measured.
+        """
+        long = self.operation_seconds(flops, primitive)
+        if long is None or self.reductions is None:
+            return long
+        if row is None:
+            return max(long, flops * self.reductions.column_seconds_per_flop)
+        return long if row >= LONG_ROW else long + flops / row * self.reductions.short_row_seconds
 
     @cached_property
     def _rates(self) -> dict[str, float]:

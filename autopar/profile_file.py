@@ -2,10 +2,10 @@
 
     load(save(profile)) = profile
 
-JSON, ``{"format": "autopar-profile", "version": 6, "profile": {…}}`` with the fields of ``Profile``; a curve is its list of
+JSON, ``{"format": "autopar-profile", "version": 7, "profile": {…}}`` with the fields of ``Profile``; a curve is its list of
 ``[amount, seconds]``, as measured.  Files of version 1 lack ``streamed``, ``fresh`` and ``operations``,
 those of version 2 ``turned_bytes_per_second``, those of version 3 ``convolutions`` and ``waits``, those of version 4
-``exchanges``, those of version 5 ``world_collectives``, and are read without.
+``exchanges``, those of version 5 ``world_collectives``, those of version 6 ``reductions``, and are read without.
 Unknown fields, wrong types, NaN, negative numbers and cut files are refused with the file, the place in it, and what to do.
 
 The default place is the user's cache directory, one file for each machine, backend, kind and number of devices.  The
@@ -38,6 +38,7 @@ from autopar.profile import (
     ProductCurve,
     ProductShape,
     Profile,
+    Reductions,
     WaitCurve,
 )
 
@@ -85,6 +86,11 @@ class _Operation(Struct, forbid_unknown_fields=True):
     seconds_per_flop: Positive
 
 
+class _Reductions(Struct, forbid_unknown_fields=True):
+    short_row_seconds: Positive
+    column_seconds_per_flop: Positive
+
+
 class _Profile(Struct, forbid_unknown_fields=True, kw_only=True):
     jax_version: str
     platform: str
@@ -104,9 +110,10 @@ class _Profile(Struct, forbid_unknown_fields=True, kw_only=True):
     turned_bytes_per_second: Positive | None = None
     exchanges: StoredSamples | None = None
     world_collectives: tuple[_Collective, ...] = ()
+    reductions: _Reductions | None = None
 
 
-FILE = MeasuredFile("profile", "autopar profile", _Profile, versions=(1, 2, 3, 4, 5, 6))
+FILE = MeasuredFile("profile", "autopar profile", _Profile, versions=(1, 2, 3, 4, 5, 6, 7))
 
 
 # ------------------------------------------------------------------------------------------------------ where it lies
@@ -169,6 +176,7 @@ def save_profile(profile: Profile, path: str | Path) -> None:
         turned_bytes_per_second=profile.turned_bytes_per_second,
         exchanges=None if profile.exchanges is None else profile.exchanges.samples,
         world_collectives=_stored(profile.world_collectives),
+        reductions=None if profile.reductions is None else _Reductions(**dataclasses.asdict(profile.reductions)),
     )
     FILE.write(stored, path)
 
@@ -228,6 +236,7 @@ def _profile(stored: _Profile) -> Profile:
         turned_bytes_per_second=stored.turned_bytes_per_second,
         exchanges=None if stored.exchanges is None else curve_of("exchanges", stored.exchanges),
         world_collectives=_collectives("world_collectives", stored.world_collectives),
+        reductions=None if stored.reductions is None else Reductions(**msgspec.structs.asdict(stored.reductions)),
     )
 
 

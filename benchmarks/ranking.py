@@ -1,6 +1,6 @@
 """Does a lower prediction mean a faster step?  Predicted seconds against the clock, over many plans of each model.
 
-    python -m benchmarks.ranking [--models gpt …] [--size bench] [--rounds 7] [--profile auto|measure|none|FILE]
+    python -m benchmarks.ranking [--models gpt …] [--size bench] [--rounds 25] [--profile auto|measure|none|FILE]
 
 Every method on every mesh shape that it can use is planned, compiled and timed on 8 devices of this machine; the plans of a
 model take turns, so that a drift of the machine hits all alike: as many as asked for, and so many more that each plan runs for a
@@ -82,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     parser.add_argument("--size", default="bench")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--profile", default="auto", help="auto (measure if there is none), measure, none, or a file")
     parser.add_argument("--quick", action="store_true", help="measure quickly")
     arguments = parser.parse_args()

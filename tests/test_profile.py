@@ -21,6 +21,7 @@ from autopar import profile_file, timing
 from autopar.cluster import Cluster, Mesh
 from autopar.cost_model.collectives import Collective, collective_seconds, group_seconds, permute_seconds, wire_bytes
 from autopar.cost_model.hlo import read_compiled
+from autopar.cost_model.kernels import Kernel, kernel_cost
 from autopar.cost_model.machine import make_machine
 from autopar.cost_model.reshard import (
     AffineTable,
@@ -33,6 +34,7 @@ from autopar.cost_model.reshard import (
 )
 from autopar.cost_model.roofline import operator_seconds
 from autopar.errors import ClusterError
+from autopar.graph.build import build_graph
 from autopar.graph.merging import Merged
 from autopar.inter_op.arranged import Arrangement
 from autopar.inter_op.layers import layers
@@ -40,8 +42,9 @@ from autopar.inter_op.stages import StagePlanner
 from autopar.measure import Effort, Measuring, measure
 from autopar.measured_convolutions import CONVOLUTIONS
 from autopar.measured_operations import OPERATIONS, Operation
-from autopar.plan import Layout, Prediction, Schedule
+from autopar.plan import Layout, Prediction, Schedule, Strategy
 from autopar.profile import (
+    LONG_ROW,
     CollectiveCurve,
     Curve,
     Dispatch,
@@ -50,6 +53,7 @@ from autopar.profile import (
     ProductCurve,
     ProductShape,
     Profile,
+    Reductions,
     WaitCurve,
     skinny_ratio,
 )
@@ -190,7 +194,7 @@ def put(*place: Any) -> Any:
 
 BAD = {
     "format": (put("format", "autopar-cluster"), "format is 'autopar-cluster'"),
-    "version": (put("version", 7), "version is 7, this release reads 1, 2, 3, 4, 5, 6"),
+    "version": (put("version", 8), "version is 8, this release reads 1, 2, 3, 4, 5, 6, 7"),
     "negative": (put("profile", "collectives", 1, "samples", 0, 1, -1e-5), r"collectives\[.*samples"),
     "nan": (put("profile", "elementwise", 0, 1, math.nan), "not complete JSON"),
     "text": (put("profile", "products", 0, "samples", 1, 0, "many"), r"products\[.*samples"),
@@ -235,11 +239,12 @@ DISPATCH = Dispatch(call_seconds=2e-4, message_seconds=1e-4, alone_speed=4.0)
 
 FRESH = Fresh(Curve(((1e3, 1e-6), (1e6, 1e-3))), Curve(((1e3, 1e-7), (1e6, 1e-5))))
 STREAMED = Curve(((8.0, 1e-7), (1e4, 4e-6), (1e7, 4e-3)))
+REDUCTIONS = Reductions(short_row_seconds=2e-8, column_seconds_per_flop=3e-9)
 RATES = (OperationRate("tanh", 5e-11), OperationRate("sort", 2e-8))
 
 
 OF_VERSION_3, OF_VERSION_4 = ("turned_bytes_per_second",), ("convolutions", "waits")
-OF_LATER_VERSIONS = ("exchanges", "world_collectives")
+OF_LATER_VERSIONS = ("exchanges", "world_collectives", "reductions")
 
 
 def test_what_later_versions_brought_survives_its_file(tmp_path: Path) -> None:
@@ -249,6 +254,7 @@ def test_what_later_versions_brought_survives_its_file(tmp_path: Path) -> None:
         operations=RATES,
         exchanges=Curve(((1e3, 1e-4), (1e6, 1e-3))),
         world_collectives=(CollectiveCurve("all-reduce", 2, CURVE),),
+        reductions=REDUCTIONS,
     )
     save_profile(full, tmp_path / "profile.json")
     assert load_profile(tmp_path / "profile.json") == full
@@ -262,6 +268,7 @@ def test_what_later_versions_brought_survives_its_file(tmp_path: Path) -> None:
         (3, (*OF_VERSION_4, *OF_LATER_VERSIONS)),
         (4, OF_LATER_VERSIONS),
         (5, OF_LATER_VERSIONS[1:]),
+        (6, OF_LATER_VERSIONS[2:]),
     ],
 )
 def test_files_of_older_versions_are_read_without_it(version: int, lacks: tuple[str, ...], tmp_path: Path) -> None:
@@ -301,6 +308,8 @@ def test_copies_that_turn_an_array_cost_what_was_measured_of_them(tmp_path: Path
         ("operations", [{"primitive": "exp", "seconds_per_flop": 0.0}], "seconds_per_flop"),
         ("operations", [{"primitive": "exp", "seconds_per_flop": 1.0}] * 2, r"operations\[1\].*twice"),
         ("turned_bytes_per_second", 0.0, "turned_bytes_per_second"),
+        ("reductions", {"short_row_seconds": 1.0, "column_seconds_per_flop": 0.0}, "column_seconds_per_flop"),
+        ("reductions", {"column_seconds_per_flop": 1.0}, "short_row_seconds"),
         ("exchanges", [[1.0, -1.0]], "exchanges"),
         ("waits", [{"group_size": 2, "samples": [[2.0, 1.0], [1.0, 1.0]]}], r"waits\[0\]\.samples: sample 1"),
         ("waits", [{"group_size": 2, "samples": [[1.0, 1.0]]}] * 2, r"waits\[1\].*twice"),
@@ -538,6 +547,40 @@ def test_operations_run_at_their_own_rate_and_others_at_that_of_products() -> No
     )  # memory outweighs
 
 
+@pytest.mark.parametrize(
+    ("axes", "shape", "row"),
+    [
+        ((1,), (64, 256), 256),
+        ((0,), (64, 256), None),
+        ((0, 2), (8, 16, 2), 2),
+        ((1, 2), (8, 16, 2), 32),
+        ((0, 1, 2), (8, 16, 2), 256),
+        ((0,), (64, 1), 64),
+        ((0, 1), (8, 16, 4), None),
+    ],
+)
+def test_a_sum_takes_longer_where_its_elements_do_not_lie_in_long_rows(
+    axes: tuple[int, ...], shape: tuple[int, ...], row: int | None
+) -> None:
+    rate = 1e-6  # so slow that memory does not count
+    reductions = Reductions(short_row_seconds=2e-5, column_seconds_per_flop=3e-6)
+    profile = profile_of(operations=(OperationRate("reduce_sum", rate),), reductions=reductions)
+    cluster = Cluster.local(profile=profile)
+    graph = build_graph(jax.make_jaxpr(lambda x: jax.lax.reduce_sum(x, axes))(jnp.zeros(shape)), platform="cpu")
+    (operator,) = graph.operators
+    elements = math.prod(shape)
+    expected = elements * rate
+    if row is None:
+        expected = elements * reductions.column_seconds_per_flop
+    elif row < LONG_ROW:
+        expected += elements / row * reductions.short_row_seconds
+    whole = Strategy(((),) * len(operator.rule.factors))
+    arrays = ([graph.values[value] for value in values] for values in (operator.operands, operator.results))
+    kernel = Kernel(operator, *map(tuple, arrays), reads=(0,), writes=(0,))
+    mesh = cluster.logical_mesh_shapes()[0]
+    assert kernel_cost(kernel, whole, mesh, cluster).seconds == pytest.approx(expected)
+
+
 def momentum_step(state: dict[str, jax.Array], batch: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
     loss, gradient = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(batch @ w) ** 2))(state["w"])
     momentum = 0.9 * state["m"] + gradient
@@ -676,6 +719,7 @@ def test_everything_is_measured_on_all_devices() -> None:
     assert [amount for amount, _ in profile.fresh.outputs.samples] == list(effort.fresh_bytes)
     rates = {one.primitive: one.seconds_per_flop for one in profile.operations}
     assert set(rates) == {"exp", "exp2"}
+    assert profile.reductions is not None
     assert [one.family for one in profile.convolutions] == [one.family for one in effort.convolutions]
     assert all(len(one.curve.samples) == len(effort.image_sides) for one in profile.convolutions)
     assert [one.group_size for one in profile.waits] == [2, 4, 8]

@@ -12,11 +12,13 @@ from collections import Counter
 from dataclasses import dataclass
 
 from autopar.cluster import Cluster, Mesh
-from autopar.cost_model.roofline import convolution_seconds, operator_seconds
+from autopar.cost_model.roofline import Reduction, convolution_seconds, operator_seconds, reduction_seconds
 from autopar.graph.ir import Operator, Phase, Value
 from autopar.plan import Strategy
 from autopar.profile import ConvolutionFamily, convolution_family
 from autopar.schedule.reshard import local_shape
+
+REDUCTIONS = frozenset(("reduce_sum", "reduce_max", "reduce_min"))
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,29 @@ def kernel_cost(kernel: Kernel, strategy: Strategy, mesh: Mesh, cluster: Cluster
         family = _family(kernel, strategy, mesh)
         return KernelCost(flops, traffic, convolution_seconds(flops, traffic, dtype, family, cluster))
     streamed = operator.phase is Phase.UPDATE
+    if operator.primitive in REDUCTIONS:
+        reduction = Reduction(operator.primitive, _row(kernel, strategy, mesh))
+        seconds = reduction_seconds(flops, traffic, dtype, reduction, cluster, streamed=streamed)
+        return KernelCost(flops, traffic, seconds)
     seconds = operator_seconds(flops, traffic, dtype, cluster, operator.primitive, streamed=streamed)
     return KernelCost(flops, traffic, seconds)
+
+
+def _row(kernel: Kernel, strategy: Strategy, mesh: Mesh) -> int | None:
+    """How many elements of one result lie one after the other in the piece of the operand that one device has."""
+    operator, operand = kernel.operator, kernel.operands[0]
+    assert operand is not None
+    shape = local_shape(operand.shape, strategy.operand(operator.rule, 0, mesh), mesh)
+    reduced = operator.equation.params["axes"]
+    row, is_column = 1, False
+    for dim in reversed(range(len(shape))):
+        if shape[dim] == 1:
+            continue
+        if dim not in reduced:
+            is_column = row == 1
+            break
+        row *= shape[dim]
+    return None if is_column else row
 
 
 def _family(kernel: Kernel, strategy: Strategy, mesh: Mesh) -> ConvolutionFamily:

@@ -7,8 +7,8 @@ The roofline (Williams, Waterman and Patterson, 2009): it computes and moves byt
 with ``F`` the matrix-product throughput for the dtype and ``M`` the memory bandwidth of *one* device of the cluster,
 both as they are when all devices work at once.  Where the cluster carries a profile, measured seconds stand instead:
 
-    FLOPs / F     of a matrix product or a convolution: as of its family of shapes; of another primitive: its own rate, if it
-                  was measured
+    FLOPs / F     of a matrix product or a convolution: as of its family of shapes; of a reduction: as its elements lie; of
+                  another primitive: its own rate, if it was measured
     bytes / M     as of a kernel that reads what others have just left, or, ``streamed``, what left the caches long ago;
                   the cost of starting a kernel included
 
@@ -18,12 +18,25 @@ The passes themselves read what the kernel before has written.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from autopar.cluster import Cluster
 from autopar.errors import ClusterError
 from autopar.profile import ConvolutionFamily
 
 PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
 """Primitives that the matrix units run."""
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A primitive that makes one of many elements, and how many of one result lie one after the other on a device.
+
+    ``row`` is None where neighbours belong to other results.
+    """
+
+    primitive: str
+    row: int | None
 
 
 def operator_seconds(
@@ -57,3 +70,14 @@ def convolution_seconds(
     if profile is None or measured is None:
         return operator_seconds(flops, bytes_moved, dtype, cluster, "conv_general_dilated")
     return max(measured, profile.memory_seconds(bytes_moved, streamed=False))
+
+
+def reduction_seconds(
+    flops: float, bytes_moved: float, dtype: str, reduction: Reduction, cluster: Cluster, *, streamed: bool = False
+) -> float:
+    """Seconds of a sum, maximum or minimum per device, as :func:`operator_seconds`; by how its elements lie, if measured."""
+    plain = operator_seconds(flops, bytes_moved, dtype, cluster, reduction.primitive, streamed=streamed)
+    if cluster.profile is None:
+        return plain
+    measured = cluster.profile.reduction_seconds(flops, reduction.primitive, reduction.row)
+    return plain if measured is None else max(plain, measured)
