@@ -1,10 +1,13 @@
 """Does a lower prediction mean a faster step?  Predicted seconds against the clock, over many plans of each model.
 
-    python -m benchmarks.ranking [--models gpt …] [--size bench] [--rounds 25] [--profile auto|measure|none|FILE]
+    python -m benchmarks.ranking [--models gpt …] [--size bench] [--rounds 9] [--processes 3]
+                                [--profile auto|measure|none|FILE]
 
 Every method on every mesh shape that it can use is planned, compiled and timed on 8 devices of this machine; the plans of a
 model take turns, so that a drift of the machine hits all alike: as many as asked for, and so many more that each plan runs for a
-second, for medians of short steps differ from run to run by what shall be told apart.  Per model:
+second, for medians of short steps differ from run to run by what shall be told apart.  So do those of processes: where arrays
+happen to lie makes the same step up to a tenth slower for as long as its process lives.  So several processes measure, and what
+counts of each plan is the median of theirs.  Per model:
 
     tau     Kendall's: (pairs in the right order − pairs in the wrong order) / pairs, over the pairs of plans whose clocks
             differ by at least 5%
@@ -21,13 +24,18 @@ import itertools
 import math
 import os
 import statistics
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -37,13 +45,16 @@ from autopar.cost_model.predict import predict
 from autopar.errors import PlanError
 from autopar.graph.fusion import fuse
 from autopar.measure import FULL, QUICK, measure
+from autopar.profile_file import save_profile
 from benchmarks.intra_op import METHODS, run_in_turn
 from benchmarks.models import FAMILIES, Model, build
 
 SEPARATED = 0.05
 TAU_WANTED, REGRET_WANTED = 0.8, 1.05
 LEAST_SECONDS = 1.0
-"""That the steps of every plan take at least, all rounds together."""
+"""That the steps of every plan take at least, all rounds of a process together."""
+MOST_SECONDS = 1800
+"""That a process may take, plans and compilation included."""
 
 
 @dataclass(frozen=True)
@@ -82,15 +93,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     parser.add_argument("--size", default="bench")
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=9, help="in each process")
+    parser.add_argument("--processes", type=int, default=3)
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # of a process that measures one model for another
+    parser.add_argument("--turn", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--profile", default="auto", help="auto (measure if there is none), measure, none, or a file")
     parser.add_argument("--quick", action="store_true", help="measure quickly")
     arguments = parser.parse_args()
-    console = Console(width=130)
     cluster = priced(arguments.profile, arguments.quick)
+    if arguments.rows is not None:
+        (name,) = arguments.models
+        rows = rank(build(name, arguments.size), cluster, arguments.rounds, arguments.turn)
+        arguments.rows.write_bytes(msgspec.json.encode(rows))
+        return
+    console = Console(width=130)
     ranked = {}
     for name in arguments.models:
-        ranked[name] = rank(build(name, arguments.size), cluster, arguments.rounds)
+        ranked[name] = rank_apart(name, arguments, cluster)
         console.print(plan_table(f"{name} ({arguments.size})", ranked[name]))
     console.print(verdict_table(ranked))
 
@@ -106,9 +125,29 @@ def priced(profile: str, quick: bool) -> Cluster:
     return cluster
 
 
-def rank(model: Model, cluster: Cluster, rounds: int) -> list[Ranked]:
-    """Every plan, fastest first."""
-    compiled = plans(model, cluster)
+def rank_apart(name: str, arguments: argparse.Namespace, cluster: Cluster) -> list[Ranked]:
+    """Every plan, fastest first, as measured by processes of its own one after the other."""
+    with tempfile.TemporaryDirectory() as folder:
+        profile, rows = Path(folder, "profile.json"), Path(folder, "rows.json")
+        if cluster.profile is not None:
+            save_profile(cluster.profile, profile)
+        asked = ["--models", name, "--size", arguments.size, "--rounds", str(arguments.rounds), "--rows", str(rows)]
+        asked += ["--profile", "none" if cluster.profile is None else str(profile)]
+        runs = []
+        for turn in range(arguments.processes):
+            command = [sys.executable, "-m", "benchmarks.ranking", *asked, "--turn", str(turn)]
+            subprocess.run(command, check=True, timeout=MOST_SECONDS)
+            runs.append(msgspec.json.decode(rows.read_bytes(), type=list[Ranked]))
+    clocks = {one.name: [row.clock_seconds for rows in runs for row in rows if row.name == one.name] for one in runs[0]}
+    ranked = [replace(one, clock_seconds=statistics.median(clocks[one.name])) for one in runs[0]]
+    return sorted(ranked, key=lambda one: one.clock_seconds)
+
+
+def rank(model: Model, cluster: Cluster, rounds: int, turn: int = 0) -> list[Ranked]:
+    """Every plan, fastest first; the one numbered ``turn`` begins."""
+    found = list(plans(model, cluster).items())
+    begins = turn % len(found)
+    compiled = dict(found[begins:] + found[:begins])
     plain = cluster.with_profile(None)
     foretold = {}
     for name, step in compiled.items():
