@@ -38,9 +38,13 @@ def byte_model(model: Model, rows: Sequence[MemoryRow]) -> Model:
 
 def with_price(model: Model, rows: Sequence[MemoryRow], seconds_per_byte: float) -> Model:
     """The same choices, each of which also pays for the bytes that it holds, by the mean of the rows."""
+    return with_prices(model, [(row, seconds_per_byte / len(rows)) for row in rows])
+
+
+def with_prices(model: Model, prices: Sequence[tuple[MemoryRow, float]]) -> Model:
+    """The same choices, each of which also pays for the bytes that it holds, by the seconds of a byte of each row."""
     nodes, edges = list(model.nodes), dict(model.edges)
-    each = seconds_per_byte / len(rows)
-    for row in rows:
+    for row, each in prices:
         for node, held in row.nodes.items():
             nodes[node] = nodes[node] + each * held
         for pair, held in row.edges.items():

@@ -25,8 +25,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.intra_op.held import with_prices
 from autopar.intra_op.ilp import solve
-from autopar.intra_op.model import Model, Pair, Solution
+from autopar.intra_op.model import Model, Solution
 from autopar.intra_op.wide import Gaps
 
 LAST_PRICE_SHARE = 4.0
@@ -139,12 +140,4 @@ class _Search:
         return _Priced(solution, _share_used(self._model, solution), keeps)
 
     def _with_price(self, price: float) -> Model:
-        nodes = list(self._model.nodes)
-        edges: dict[Pair, np.ndarray] = dict(self._model.edges)
-        for row in self._model.memory:
-            per_byte = price * self._weight / row.budget
-            for node, held in row.nodes.items():
-                nodes[node] = nodes[node] + per_byte * held
-            for pair, held in row.edges.items():
-                edges[pair] = edges[pair] + per_byte * held
-        return Model(nodes, edges)
+        return with_prices(self._model, [(row, price * self._weight / row.budget) for row in self._model.memory])
