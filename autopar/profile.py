@@ -294,6 +294,9 @@ LONG_ROW = 64
 class Reductions:
     """What sums (maxima, minima) take longer whose elements do not lie in long rows; the rate of those is an operation's.
 
+    Where r elements of one result lie one after the other, n elements take n/r · ``short_row_seconds`` more than in long rows if
+    r is below ``LONG_ROW``; where neighbours belong to other results they take n · ``column_seconds_per_flop``.
+    On XLA:CPU that is within a tenth of what rows of 2, 4, 8 and 16 elements were measured to take.
     Raises ``ClusterError`` for seconds that are not finite and above zero.
     """
 
