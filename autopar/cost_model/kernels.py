@@ -2,8 +2,8 @@
 
 An axis that cuts a factor divides the work by its size; an axis that cuts nothing saves nothing.  The bytes are those
 of the local shards that the fusion model says are really read or written, and in each kernel never more than the
-operator's own share of what it touches (slices, gathers and scatters touch less than the arrays they are given).  A reduction is priced
-by how the elements of one result lie in the device's piece: in long rows, in short ones, or apart.
+operator's own share of what it touches (slices, gathers and scatters touch less than the arrays they are given).
+A reduction is priced by how the elements of one result lie in the device's piece: in long rows, in short ones, or apart.
 """
 
 from __future__ import annotations
