@@ -581,6 +581,16 @@ def test_a_sum_takes_longer_where_its_elements_do_not_lie_in_long_rows(
     assert kernel_cost(kernel, whole, mesh, cluster).seconds == pytest.approx(expected)
 
 
+def test_a_sum_of_nothing_takes_no_time() -> None:
+    profile = profile_of(operations=(OperationRate("reduce_sum", 1e-6),), reductions=REDUCTIONS)
+    assert profile.reduction_seconds(0.0, "reduce_sum", 1) == 0.0
+    step = autopar.parallelize(
+        lambda x, empty: x + jnp.sum(empty, (1, 2)).sum(), cluster=Cluster.local(profile=profile)
+    )
+    shapes = jax.ShapeDtypeStruct((8,), "float32"), jax.ShapeDtypeStruct((8, 16, 0), "float32")
+    assert math.isfinite(step.plan(*shapes).step_seconds)
+
+
 def momentum_step(state: dict[str, jax.Array], batch: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
     loss, gradient = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(batch @ w) ** 2))(state["w"])
     momentum = 0.9 * state["m"] + gradient

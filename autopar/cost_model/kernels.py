@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
+from itertools import takewhile
 
 from autopar.cluster import Cluster, Mesh
 from autopar.cost_model.roofline import Reduction, convolution_seconds, operator_seconds, reduction_seconds
@@ -67,7 +68,7 @@ def kernel_cost(kernel: Kernel, strategy: Strategy, mesh: Mesh, cluster: Cluster
         family = _family(kernel, strategy, mesh)
         return KernelCost(flops, traffic, convolution_seconds(flops, traffic, dtype, family, cluster))
     streamed = operator.phase is Phase.UPDATE
-    if operator.primitive in REDUCTIONS:
+    if operator.primitive in REDUCTIONS and cluster.profile is not None:  # nothing else tells rows from columns
         reduction = Reduction(operator.primitive, _row(kernel, strategy, mesh))
         seconds = reduction_seconds(flops, traffic, dtype, reduction, cluster, streamed=streamed)
         return KernelCost(flops, traffic, seconds)
@@ -81,15 +82,10 @@ def _row(kernel: Kernel, strategy: Strategy, mesh: Mesh) -> int | None:
     assert operand is not None
     shape = local_shape(operand.shape, strategy.operand(operator.rule, 0, mesh), mesh)
     reduced = operator.equation.params["axes"]
-    row, is_column = 1, False
-    for dim in reversed(range(len(shape))):
-        if shape[dim] == 1:
-            continue
-        if dim not in reduced:
-            is_column = row == 1
-            break
-        row *= shape[dim]
-    return None if is_column else row
+    inner_first = [dim for dim in reversed(range(len(shape))) if shape[dim] > 1]
+    if inner_first and inner_first[0] not in reduced:
+        return None
+    return math.prod(shape[dim] for dim in takewhile(reduced.__contains__, inner_first))
 
 
 def _family(kernel: Kernel, strategy: Strategy, mesh: Mesh) -> ConvolutionFamily:
