@@ -280,10 +280,7 @@ class OperationRate:
     seconds_per_flop: float
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.seconds_per_flop) and self.seconds_per_flop > 0):
-            raise ClusterError(
-                f"seconds_per_flop of {self.primitive!r} is {self.seconds_per_flop!r}; give a finite number above zero"
-            )
+        _refuse_unless_positive(f"seconds_per_flop of {self.primitive!r}", self.seconds_per_flop)
 
 
 LONG_ROW = 64
@@ -307,9 +304,7 @@ class Reductions:
 
     def __post_init__(self) -> None:
         for name in ("short_row_seconds", "column_seconds_per_flop"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ClusterError(f"{name} is {value!r}; give a finite number above zero")
+            _refuse_unless_positive(name, getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -345,9 +340,8 @@ class Profile:
     """Between the collectives that are priced; not measured, and in no file."""
 
     def __post_init__(self) -> None:
-        rate = self.turned_bytes_per_second
-        if rate is not None and not (math.isfinite(rate) and rate > 0):
-            raise ClusterError(f"turned_bytes_per_second is {rate!r}; give a finite number above zero")
+        if self.turned_bytes_per_second is not None:
+            _refuse_unless_positive("turned_bytes_per_second", self.turned_bytes_per_second)
         refuse_twice("operations", (one.primitive for one in self.operations))
         refuse_twice("collectives", ((one.kind, one.group_size) for one in self.collectives))
         refuse_twice("world_collectives", ((one.kind, one.group_size) for one in self.world_collectives))
@@ -494,6 +488,11 @@ _NOTHING_SECONDS = 1e-15
 def _nearest(measured: Iterable[int], group_size: int) -> int:
     """The measured group size whose ring factor is nearest."""
     return min(measured, key=lambda size: abs(1 / size - 1 / group_size))
+
+
+def _refuse_unless_positive(what: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ClusterError(f"{what} is {value!r}; give a finite number above zero")
 
 
 def refuse_twice(what: str, keys: Iterable[object]) -> None:

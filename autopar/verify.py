@@ -8,6 +8,7 @@ same cluster.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import jax
 from autopar.api import Parallelized, parallelize
 from autopar.cluster import Cluster
 from autopar.compilers import Compiler, target_of
-from autopar.cost_model.hlo import CompiledProgram, memory_bytes, parse_module, step_seconds, undo_widening
+from autopar.cost_model.hlo import CompiledProgram, read_compiled, step_seconds, undo_widening
 from autopar.errors import PlanError
 from autopar.explain.verification import DEFAULT_TOLERANCES, Tolerances, Verification, held_against
 from autopar.methods import Method
@@ -68,16 +69,15 @@ def verify_plan(  # noqa: PLR0913 - the options of a user, each by its name
 
 def _read(compiled: Any, cluster: Cluster, compiler: Compiler | None) -> tuple[CompiledProgram, tuple[str, ...]]:
     """The compiled program; compiled for another platform than planned for, without what that platform widens."""
-    module, memory = parse_module(compiled.as_text()), memory_bytes(compiled)
-    cost = step_seconds(module, cluster, memory=memory)
+    read = read_compiled(compiled, cluster)
     if compiler is not None:
         note = (
             f"compiled for {compiler.name} without the device: its matrix kernels are XLA's defaults, not the fastest"
         )
-        return CompiledProgram(module, cost, memory), (note,)
+        return read, (note,)
     here, wanted = jax.devices()[0].platform, cluster.device.platform.value
     if here == wanted or (here, wanted) == ("gpu", "cuda"):
-        return CompiledProgram(module, cost, memory), ()
-    cost = step_seconds(module, cluster, undo_widening(cost.collectives), memory)
+        return read, ()
+    cost = step_seconds(read.module, cluster, undo_widening(read.cost.collectives), read.memory)
     note = f"planned for {wanted} and compiled for {here}: fusion, and with it memory, is that of {here}"
-    return CompiledProgram(module, cost, memory), (note,)
+    return replace(read, cost=cost), (note,)

@@ -143,8 +143,8 @@ def rank_apart(name: str, arguments: argparse.Namespace, cluster: Cluster) -> li
     return sorted(ranked, key=lambda one: one.clock_seconds)
 
 
-def rank(model: Model, cluster: Cluster, rounds: int, turn: int = 0) -> list[Ranked]:
-    """Every plan, fastest first; the one numbered ``turn`` begins."""
+def rank(model: Model, cluster: Cluster, rounds: int, turn: int) -> list[Ranked]:
+    """Every plan; the one numbered ``turn`` begins."""
     found = list(plans(model, cluster).items())
     begins = turn % len(found)
     compiled = dict(found[begins:] + found[:begins])
@@ -156,10 +156,7 @@ def rank(model: Model, cluster: Cluster, rounds: int, turn: int = 0) -> list[Ran
         foretold[name] = [predict(step.program, fusion, one, memory).step_seconds for one in (cluster, plain)]
     shortest_seconds = min(seconds for seconds, _ in foretold.values())
     clocks = run_in_turn(model, compiled, max(rounds, math.ceil(LEAST_SECONDS / shortest_seconds)))
-    return sorted(
-        (Ranked(name, by_profile, by_figures, clocks[name]) for name, (by_profile, by_figures) in foretold.items()),
-        key=lambda one: one.clock_seconds,
-    )
+    return [Ranked(name, by_profile, by_figures, clocks[name]) for name, (by_profile, by_figures) in foretold.items()]
 
 
 def plans(model: Model, cluster: Cluster) -> dict[str, Any]:

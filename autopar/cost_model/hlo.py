@@ -192,7 +192,7 @@ def step_seconds(
 
 
 def _allocation_seconds(module: HloModule, memory: MemoryBytes, cluster: Cluster) -> float:
-    outputs = [leaf.size_bytes for leaf in module.entry.root.shape.leaves]
+    outputs = (leaf.size_bytes for leaf in module.entry.root.shape.leaves)
     return new_memory_seconds(outputs, memory.alias, memory.temp, cluster)
 
 

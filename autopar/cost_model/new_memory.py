@@ -10,16 +10,17 @@ asked: each is taken to be new in the same part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from autopar.cluster import Cluster
 
 
-def new_memory_seconds(output_bytes: Sequence[int], alias_bytes: int, temp_bytes: int, cluster: Cluster) -> float:
+def new_memory_seconds(output_bytes: Iterable[int], alias_bytes: int, temp_bytes: int, cluster: Cluster) -> float:
     """Seconds of a call that returns arrays of ``output_bytes`` each, ``alias_bytes`` of them in the memory of arguments, and
     needs ``temp_bytes`` of scratch memory; all on one device.
     """
     if cluster.profile is None or (fresh := cluster.profile.fresh) is None:
         return 0.0
-    new_share = 1.0 - alias_bytes / sum(output_bytes) if sum(output_bytes) else 0.0
-    return fresh.seconds(output_bytes, 0.0) * new_share + fresh.seconds((), temp_bytes)
+    sizes = [*output_bytes]
+    new_share = 1.0 - alias_bytes / sum(sizes) if sum(sizes) else 0.0
+    return fresh.seconds(sizes, 0.0) * new_share + fresh.seconds((), temp_bytes)

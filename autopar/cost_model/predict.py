@@ -100,7 +100,7 @@ def predict(
 ) -> Prediction:
     """Price a program; ``memory`` is what :mod:`autopar.cost_model.memory` says of it, ``arrays`` are its own, if known."""
     price = priced(program, fusion, cluster, arrays)
-    outputs = [local_bytes(program, buffer) for buffer in program.outputs if buffer is not None]
+    outputs = (local_bytes(program, buffer) for buffer in program.outputs if buffer is not None)
     return Prediction(
         compute_seconds=price.compute_seconds,
         communication_seconds=price.communication_seconds,
