@@ -28,6 +28,7 @@ from autopar.bench import CHAIN, SPEC, Bench, spread
 from autopar.cluster import Cluster, Platform
 from autopar.cores import quota_cores
 from autopar.errors import ClusterError
+from autopar.host_memory import keep_freed_memory
 from autopar.measured_collectives import collective_curves, group_sizes, share_cores, waiting_seconds
 from autopar.measured_convolutions import CONVOLUTIONS, Convolution
 from autopar.measured_exchanges import SelfExchange
@@ -123,6 +124,7 @@ def measure(effort: Effort = FULL, say: Callable[[str], None] = lambda message: 
 
     Raises ``ClusterError`` in a program of several processes, whose devices cannot be told apart in one clock.
     """
+    keep_freed_memory()  # as where steps run; before JAX starts threads that share no memory
     if jax.process_count() > 1:
         raise ClusterError("a profile is of the devices of one host; measure in a program of one process")
     devices = jax.devices()
@@ -435,4 +437,5 @@ def profile_rows(profile: Profile) -> Iterable[tuple[str, str, str]]:
 
 def _ends(curve: Curve, unit: str) -> tuple[str, str]:
     (amount, seconds) = curve.samples[-1]
-    return f"{curve.at(0.0) * 1e6:.1f} µs", f"{amount / seconds / 1e9:.2f} G{unit}"
+    rate = f"{amount / seconds / 1e9:.2f} G{unit}" if seconds > LEAST_SECONDS else "free"
+    return f"{curve.at(0.0) * 1e6:.1f} µs", rate

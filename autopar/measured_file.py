@@ -69,6 +69,10 @@ class MeasuredFile(Generic[Stored]):
                 f"cannot read {self.name} {path}: {_reason(error)}; check the path, or measure with `{self.command}`"
             ) from error
 
+    def version(self, data: bytes) -> int:
+        """Of the release that wrote a file whose header is in order."""
+        return msgspec.json.decode(data, type=Header).version
+
     def decoded(self, path: str, data: bytes) -> Stored:
         """What it holds; raises ``ClusterError`` naming the file, the place in it and what to do."""
         try:

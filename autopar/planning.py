@@ -80,8 +80,14 @@ def demands_of_user(subject: Subjected, cluster: Cluster, demands: Demands) -> U
         return UserDemands()
     method = method_of(demands.method)
     is_free = isinstance(method, IntraOp)
-    shape = demands.mesh_shape or (method.mesh_shape if isinstance(method, IntraOp) else None)
+    shape = _shape_asked(demands)
     return user_demands(subject.wishes, subject.graph, cluster, mesh_shape=shape, is_free=is_free)
+
+
+def _shape_asked(demands: Demands) -> tuple[int, ...] | None:
+    """The sizes of the mesh's axes, if they are asked for."""
+    method = method_of(demands.method)
+    return demands.mesh_shape or (method.mesh_shape if isinstance(method, IntraOp) else None)
 
 
 def said_of_inputs(subject: Subjected, user: UserDemands, demands: Demands) -> dict[int, str]:
@@ -348,16 +354,15 @@ class _Planner:
         return not _needs_all(self.subject, self.cluster, best[1], count)
 
     def _or_by_hand(self, free: tuple[Subjected, Plan, Found]) -> tuple[Subjected, Plan, Found]:
-        """What an expert would write by hand, where that is predicted to be faster; else what was found freely.
+        """What an expert would write by hand (on the mesh asked for), where that is predicted to be faster; else what was found.
 
         The integer program leaves out what only a list of steps shows: a latency for each set of gradients whose reductions
         become one.  Many kinds of sets can cost more than what they save; hand-made plans have few.  Nor does it see what is
         hidden behind work, so where a plan leaves much unhidden, others may take less although they cost more.
         """
         subject, plan, found = free
-        demands, method = self.demands, method_of(self.demands.method)
-        has_shape = demands.mesh_shape is not None or (isinstance(method, IntraOp) and method.mesh_shape is not None)
-        is_asked = bool(demands.constraints) or has_shape or bool(subject.wishes.texts or subject.wishes.wishes)
+        demands = self.demands
+        is_asked = bool(demands.constraints or subject.wishes.texts or subject.wishes.wishes)
         if is_asked or subject.num_microbatches > 1 or found.model is None or found.is_squeezed:
             return free
         prediction = plan.prediction
@@ -366,7 +371,7 @@ class _Planner:
             return free  # no plan at all is faster
         best = free
         for expert in HAND_MADE:
-            by_hand = replace(demands, method=expert)
+            by_hand = replace(demands, method=expert, mesh_shape=_shape_asked(demands))
             planner = _Planner(self.subject, self.cluster, by_hand, self._report_progress, self._forms)
             try:
                 rival = planner.plan_in(1)

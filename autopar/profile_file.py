@@ -2,10 +2,12 @@
 
     load(save(profile)) = profile
 
-JSON, ``{"format": "autopar-profile", "version": 7, "profile": {…}}`` with the fields of ``Profile``; a curve is its list of
+JSON, ``{"format": "autopar-profile", "version": 8, "profile": {…}}`` with the fields of ``Profile``; a curve is its list of
 ``[amount, seconds]``, as measured.  Files of version 1 lack ``streamed``, ``fresh`` and ``operations``,
 those of version 2 ``turned_bytes_per_second``, those of version 3 ``convolutions`` and ``waits``, those of version 4
-``exchanges``, those of version 5 ``world_collectives``, those of version 6 ``reductions``, and are read without.
+``exchanges``, those of version 5 ``world_collectives``, those of version 6 ``reductions``, and are read without.  What they say
+of ``fresh``, up to version 7, was measured in a process that gave memory back after every call, as ours do no longer
+(:mod:`autopar.host_memory`), and is left out.
 Unknown fields, wrong types, NaN, negative numbers and cut files are refused with the file, the place in it, and what to do.
 
 The default place is the user's cache directory, one file for each machine, backend, kind and number of devices.  The
@@ -113,7 +115,10 @@ class _Profile(Struct, forbid_unknown_fields=True, kw_only=True):
     reductions: _Reductions | None = None
 
 
-FILE = MeasuredFile("profile", "autopar profile", _Profile, versions=(1, 2, 3, 4, 5, 6, 7))
+_KEEPING_VERSION = 8
+"""Of files since processes keep the memory they free."""
+
+FILE = MeasuredFile("profile", "autopar profile", _Profile, versions=(1, 2, 3, 4, 5, 6, 7, 8))
 
 
 # ------------------------------------------------------------------------------------------------------ where it lies
@@ -202,9 +207,10 @@ def _decode(path: str, data: bytes) -> Profile:
         },
     )
     try:
-        return _profile(stored)
+        profile = _profile(stored)
     except ClusterError as error:
         raise ClusterError(f"{path}: $.profile.{error}") from error
+    return profile if FILE.version(data) >= _KEEPING_VERSION else dataclasses.replace(profile, fresh=None)
 
 
 def _profile(stored: _Profile) -> Profile:

@@ -38,6 +38,7 @@ from rich.table import Table
 import autopar
 from autopar.cluster import Cluster, Link
 from autopar.cost_model.hlo import HloModule, MemoryBytes, memory_bytes, parse_module, step_seconds
+from autopar.host_memory import keep_freed_memory
 from autopar.methods import HAND_MADE, IntraOp, Method
 from benchmarks.models import FAMILIES, Model, build
 
@@ -222,6 +223,7 @@ class Bench:
 def main() -> None:
     """Print a table per model and cluster, the ratios, and the summary."""
     arguments = parsed_arguments()
+    keep_freed_memory()  # as where steps run, and before JAX starts
     settings = [SETTINGS[label] for label in arguments.meshes]
     settings = [replace(one, profile=arguments.profile) if one.can_run else one for one in settings]
     devices = max(LOCAL_DEVICES, *(setting.num_devices for setting in settings))

@@ -44,6 +44,7 @@ from autopar.cluster import Cluster
 from autopar.cost_model.predict import predict
 from autopar.errors import PlanError
 from autopar.graph.fusion import fuse
+from autopar.host_memory import keep_freed_memory
 from autopar.measure import FULL, QUICK, measure
 from autopar.profile_file import save_profile
 from benchmarks.intra_op import METHODS, run_in_turn
@@ -100,6 +101,7 @@ def main() -> None:
     parser.add_argument("--profile", default="auto", help="auto (measure if there is none), measure, none, or a file")
     parser.add_argument("--quick", action="store_true", help="measure quickly")
     arguments = parser.parse_args()
+    keep_freed_memory()  # as where steps run, and before JAX starts
     cluster = priced(arguments.profile, arguments.quick)
     if arguments.rows is not None:
         (name,) = arguments.models

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 import autopar
 from autopar import planning
+from autopar.errors import PlanError
 from autopar.intra_op.search import TooSlow
 from autopar.methods import HAND_MADE
 from autopar.planning import _Planner
@@ -37,7 +40,10 @@ def test_auto_is_never_predicted_slower_than_a_plan_by_hand() -> None:
         assert auto.step_seconds <= step.plan(*ARGUMENTS, method=method).step_seconds * (1 + 1e-9)
 
 
-def test_an_account_that_is_dearer_than_the_program_makes_experts_rivals(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shape", [None, (8,), (2, 4)], ids=str)
+def test_an_account_that_is_dearer_than_the_program_makes_experts_rivals(
+    shape: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the integer program found is made to cost ten times what it believed; then some plan by hand wins."""
     plan_below = _Planner.plan_below
 
@@ -50,9 +56,17 @@ def test_an_account_that_is_dearer_than_the_program_makes_experts_rivals(monkeyp
         return subject, plan, found
 
     monkeypatch.setattr(planning._Planner, "plan_below", dearer)
-    step = autopar.parallelize(train_step)
+    step = autopar.parallelize(train_step, mesh_shape=shape)
     chosen = step.plan(*ARGUMENTS)
-    by_hand = [step.plan(*ARGUMENTS, method=method) for method in HAND_MADE]
+    by_hand = list(plans_by_hand(step))
     assert chosen.method == "auto"
+    assert shape is None or chosen.mesh.axis_sizes == shape
     assert chosen.step_seconds == pytest.approx(min(plan.step_seconds for plan in by_hand))
     assert any(chosen.in_layouts == plan.in_layouts for plan in by_hand)
+
+
+def plans_by_hand(step: Any) -> Iterator[autopar.Plan]:
+    """Of the methods that have a plan on the mesh asked for."""
+    for method in HAND_MADE:
+        with contextlib.suppress(PlanError):
+            yield step.plan(*ARGUMENTS, method=method)

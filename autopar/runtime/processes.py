@@ -16,6 +16,7 @@ from autopar import version
 from autopar.cluster import Platform
 from autopar.disk_cache import VARIABLE
 from autopar.errors import ClusterError, WorkerError
+from autopar.host_memory import variables
 from autopar.ray_hosts import RayHosts, RayNode
 from autopar.runtime.mesh_host import MeshHost
 from autopar.runtime.messages import Versions
@@ -115,6 +116,7 @@ def environment_of(backend: Platform) -> dict[str, str]:
     }
     if backend is Platform.CPU:
         environment["JAX_PLATFORMS"] = "cpu"
+        environment |= variables(os.environ)
     elif backend is Platform.CUDA:
         # A kernel that is loaded at its first launch may wait for all of the device, and so for a message of another mesh.
         environment["CUDA_MODULE_LOADING"] = os.environ.get("CUDA_MODULE_LOADING", "EAGER")

@@ -1,4 +1,4 @@
-"""With which of XLA's options is a program compiled?
+"""With which of XLA's options is a program compiled, and what must hold in a process that shall run it?
 
 XLA:GPU first orders the work so that it needs little memory: of the kernels that could run next, the one that frees most.  A
 second scheduler then moves kernels beside collectives and copies to the host, by its estimate of what those take.  The
@@ -12,6 +12,8 @@ microbatches, is one: the logit of the right word, which only the reported loss 
 of the backward pass, and all logits are kept until then (12 % more; none in the first order).
 
 Measured by the compiler for H100s: docs/explanation/rematerialisation.md.
+
+A process that runs programs on CPU keeps the memory it frees (:mod:`autopar.host_memory`).
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+
+from autopar.host_memory import keep_freed_memory
 
 GPU_PLATFORMS = frozenset(("gpu", "cuda", "rocm"))
 
@@ -42,7 +46,10 @@ def compiled(
 
     ``foretold_bytes`` are those that the plan says the program needs on a device, if it says so.
     """
-    on_gpu = mesh.devices.flat[0].platform in GPU_PLATFORMS
+    platform = mesh.devices.flat[0].platform
+    if platform == "cpu":
+        keep_freed_memory()
+    on_gpu = platform in GPU_PLATFORMS
     chosen = {**(IN_ORDER_OF_MEMORY if on_gpu and saves_memory else {}), **(options or {})}
     executable = lowered.compile(compiler_options=chosen or None)
     if foretold_bytes is None or not on_gpu or saves_memory:
