@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost_model.heap import PACKED_BUFFERS, Span, packed_bytes
+from autopar.cost_model.heap import PACKED_BUFFERS, Span, bytes_in_near_orders, packed_bytes
 from autopar.cost_model.rooms import Room, Tenancy, without_lodgers
 
 # --- offsets ----------------------------------------------------------------------------------------------------------
@@ -55,6 +55,25 @@ def test_of_arrays_in_one_place_the_first_says_how_long_it_stays() -> None:
     alone = [Span(2, 5, 8, 0), Span(1, 4, 6, 1), Span(2, 1, 4, 2), Span(1, 1, 5, 3)]
     assert packed_bytes(alone) == 4
     assert packed_bytes([Span(2, 5, 8, 0, handed_over=(6,)), *alone[1:]]) == 3
+
+
+@given(SPANS)
+def test_orders_like_the_one_foretold_need_no_less_and_the_same_each_time(found: list[Span]) -> None:
+    safe = bytes_in_near_orders(found)
+    assert packed_bytes(found) <= safe <= sum(s.size_bytes for s in found)
+    assert safe == bytes_in_near_orders(found)
+
+
+def test_holes_of_orders_like_the_one_foretold_are_allowed_for() -> None:
+    """Three bytes live at once and need no more; were one to come a little earlier, it would part two that fit together."""
+    tight = [Span(2, 4, 6), Span(1, 0, 2), Span(1, 3, 5), Span(2, 0, 1)]
+    assert packed_bytes(tight) == 3
+    assert bytes_in_near_orders(tight) == 4
+
+
+@given(st.lists(st.integers(1, 50), max_size=10))
+def test_what_lives_all_the_time_leaves_no_holes_in_any_order(sizes: list[int]) -> None:
+    assert bytes_in_near_orders([Span(size, 0, 1) for size in sizes]) == sum(sizes)
 
 
 # --- rooms ------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from jax.extend.random import threefry2x32_p
 from jax.typing import DTypeLike
 
 import autopar
-from autopar import _compat
 from autopar.cluster import Mesh
 from autopar.cost_model.arrays import arrays_of
 from autopar.cost_model.buffers import kernels_of
@@ -87,26 +86,8 @@ def test_total_is_that_of_the_compiled_step(name: str, plan: str) -> None:
     check_family(name, plan)
 
 
-GAPS = (
-    {}
-    if _compat.cpu_keeps_barriers()
-    else {
-        (
-            "unet",
-            "zero3",
-        ): "what lives at once is foretold to 700 bytes of 5.8 MB, but this XLA packs it with holes of 0.8 MB "
-        "where the same orders of packing find none: its six greatest arrays of equal size come one after the other"
-    }
-)
-
-
-def row(name: str, plan: str) -> Any:
-    reason = GAPS.get((name, plan))
-    return pytest.param(name, plan, marks=pytest.mark.xfail(reason=reason, strict=True) if reason else ())
-
-
 @pytest.mark.verify
-@pytest.mark.parametrize(("name", "plan"), [row(*pair) for pair in PRODUCT if pair not in ALWAYS])
+@pytest.mark.parametrize(("name", "plan"), [pair for pair in PRODUCT if pair not in ALWAYS])
 def test_total_is_that_of_the_compiled_step_under_more_plans(name: str, plan: str) -> None:
     check_family(name, plan)
 

@@ -4,8 +4,9 @@ With scratch buffers b of s_b bytes, each needed from position i_b to j_b in the
 
     temp ≥ max_t Σ {s_b : i_b ≤ t ≤ j_b}        total = argument + output − alias + temp
 
-and a little more where no fixed offsets reach the bound (:mod:`autopar.cost_model.heap`).  Which buffers there are and in which
-order they are filled is said by :mod:`autopar.cost_model.buffers`; which of them share bytes is decided here as XLA does it:
+and a little more where no fixed offsets reach the bound, in this order of work or one like it (:mod:`autopar.cost_model.heap`).
+Which buffers there are and in which order they are filled is said by :mod:`autopar.cost_model.buffers`; which of them share bytes
+is decided here as XLA does it:
 
 * what is made in place has the buffer of its operand, from the start;
 * a donated argument's bytes take the result that replaces it; if the argument is still read after that, it is copied
@@ -29,7 +30,7 @@ from autopar import _compat
 from autopar.cost_model.arrays import arrays_of
 from autopar.cost_model.buffers import Kernels, kernels_of, order_of, precedence
 from autopar.cost_model.combine import joined, ranks
-from autopar.cost_model.heap import Span, packed_bytes
+from autopar.cost_model.heap import Span, bytes_in_near_orders, packed_bytes
 from autopar.cost_model.hosted import hosted_bytes
 from autopar.cost_model.nodes import Arrays, Form, Node, Tenant
 from autopar.cost_model.rooms import Room, Tenancy, without_lodgers
@@ -58,6 +59,11 @@ class Timeline:
     def temp_bytes(self) -> int:
         """Bytes of the block that holds all buffers."""
         return max(self.live_bytes, packed_bytes(self.spans))
+
+    @property
+    def safe_bytes(self) -> int:
+        """The same where the order of work is XLA's but for a few places."""
+        return max(self.live_bytes, bytes_in_near_orders(self.spans))
 
 
 def predict_memory(
@@ -103,7 +109,8 @@ def memory_of(
         literals[position] if node is None else 0 if position in hosted.outputs else arrays.nodes[node].size_bytes
         for position, node in enumerate(arrays.outputs)
     ]
-    temp_bytes = line.temp_bytes
+    # Of other backends the order is a guess of ours, and orders like it tell nothing.
+    temp_bytes = line.safe_bytes if platform == "cpu" else line.temp_bytes
     return Memory(
         argument_bytes=sum(arguments),
         output_bytes=sum(results) + (POINTER_BYTES * len(results) if len(results) > 1 else 0),
