@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Mapping
 
 _NEVER_BYTES = (1 << 31) - 1
@@ -42,7 +43,10 @@ _TUNABLES = "GLIBC_TUNABLES"
 
 def keep_freed_memory() -> bool:
     """Have this process keep what it frees; returns whether it does by this call's doing.  May be called again."""
-    if _said(os.environ) or not hasattr(library := ctypes.CDLL(None), "gnu_get_libc_version"):
+    if sys.platform != "linux" or _said(os.environ):
+        return False
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "gnu_get_libc_version"):
         return False
     done = [library.mallopt(number, value) for number, value in _SETTINGS.values()]
     return all(done)
