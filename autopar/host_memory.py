@@ -10,7 +10,8 @@ which on Linux (4 KiB, 0.25 µs and the clearing) is as long as it takes to go o
 small GPT's step on eight virtual devices.  The GNU C library gives back blocks above a threshold (at most 32 MiB by its own
 choice) and what is free at the end of a heap.  A process that trains wants neither: it asks for the same blocks in every step.
 
-What is kept stays with the process, which is at most the largest that it needed at one time.  The heap of a thread other than
+What is kept stays with the process: the most that it needed at one time, and what lies between (the process of ``make demo``
+grows by a twentieth).  The heap of a thread other than
 the first ends at 64 MiB, and larger blocks go back whatever is said; only with one heap for all threads they stay, which must
 be known before threads begin: by the environment (:func:`variables`), or at least before JAX looks for devices.
 
