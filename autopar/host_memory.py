@@ -11,9 +11,9 @@ small GPT's step on eight virtual devices.  The GNU C library gives back blocks 
 choice) and what is free at the end of a heap.  A process that trains wants neither: it asks for the same blocks in every step.
 
 What is kept stays with the process: the most that it needed at one time, and what lies between (the process of ``make demo``
-grows by a twentieth).  The heap of a thread other than
-the first ends at 64 MiB, and larger blocks go back whatever is said; only with one heap for all threads they stay, which must
-be known before threads begin: by the environment (:func:`variables`), or at least before JAX looks for devices.
+grows by a twentieth).  The heap of a thread other than the first ends at 64 MiB, and larger blocks go back whatever is said; only
+with one heap for all threads they stay, which must be known before threads begin: by the environment (:func:`variables`), or at
+least before JAX looks for devices.
 
 Other C libraries are left as they are, and so is a process whose environment says itself how the C library shall have its memory
 (``MALLOC_…``, or ``GLIBC_TUNABLES`` of ``glibc.malloc``).

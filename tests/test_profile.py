@@ -774,9 +774,9 @@ print(Measuring(jax.devices()[:1], effort, lambda what: None).fresh().outputs.at
 def test_new_memory_costs_more_than_memory_that_is_there() -> None:
     """64 MiB that are mapped and cleared page by page take longer than to write over them: a fact that no noise hides."""
     given_back = {"MALLOC_MMAP_THRESHOLD_": "1048576"}
-    ran = subprocess.run(
-        [sys.executable, "-c", NEW_MEMORY], env={**os.environ, **given_back}, capture_output=True, text=True, check=True
-    )
+    environment = {**os.environ, **given_back}
+    command = [sys.executable, "-c", NEW_MEMORY]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
     assert float(ran.stdout) > 1e-3  # new scratch would be hidden by loops that tests leave unoptimized
 
 
