@@ -53,16 +53,22 @@ class Span:
     handed_over: tuple[float, ...] = ()
 
 
-def packed_bytes(spans: Sequence[Span]) -> int:
-    """Bytes of one block that holds the biggest of ``spans`` at fixed offsets, those of overlapping times apart."""
+def packed_bytes(spans: Sequence[Span], enough_bytes: float = 0.0) -> int:
+    """Bytes of one block that holds the biggest of ``spans`` at fixed offsets, those of overlapping times apart.
+
+    Where one order needs no more than ``enough_bytes`` the other is not tried, which could only need less.
+    """
     if not spans:
         return 0
     length, first = _events(spans)
     biggest = sorted(
         range(len(spans)), key=lambda number: (-spans[number].size_bytes, -first[number], spans[number].rank)
     )[:PACKED_BUFFERS]
+    by_size = _pack([spans[number] for number in biggest])
+    if by_size <= enough_bytes:
+        return by_size
     longest = sorted(biggest, key=lambda number: (-length[number], -spans[number].size_bytes, spans[number].rank))
-    return min(_pack([spans[number] for number in order]) for order in (biggest, longest))
+    return min(by_size, _pack([spans[number] for number in longest]))
 
 
 def bytes_in_near_orders(spans: Sequence[Span]) -> int:
@@ -70,9 +76,12 @@ def bytes_in_near_orders(spans: Sequence[Span]) -> int:
 
     The same spans give the same bytes.
     """
-    live = _live_bytes(spans)
-    shares = (packed_bytes(moved) / max(_live_bytes(moved), 1) for moved in _near(spans))
-    return max(packed_bytes(spans), round(live * max(shares, default=0.0)))
+    own, live = packed_bytes(spans), _live_bytes(spans)
+    worst_share = own / max(live, 1)
+    for moved in _near(spans):
+        live_then = max(_live_bytes(moved), 1)
+        worst_share = max(worst_share, packed_bytes(moved, worst_share * live_then) / live_then)
+    return max(own, round(live * worst_share))
 
 
 def _near(spans: Sequence[Span]) -> Iterator[list[Span]]:
