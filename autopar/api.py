@@ -28,7 +28,7 @@ from autopar.homes import devices_here, homes_of, pieced_home
 from autopar.inter_op.account import PipelineAccount, account_of
 from autopar.inter_op.assemble import Assembled, stages_of_leaves
 from autopar.inter_op.terms import AccumulatorDtype, BatchCoupling, MicrobatchRng
-from autopar.intra_op.search import Found
+from autopar.intra_op.task import Found
 from autopar.intra_op.why import Question, Why, why
 from autopar.kept_plans import kept_plan
 from autopar.likeness import Likeness, types_of

@@ -18,7 +18,8 @@ from typing import Protocol
 
 from autopar.errors import BudgetError
 from autopar.inter_op.examples import CoupledBatchError
-from autopar.intra_op.search import FEW_AXES, WORTH_SHARE, Found, TooSlow
+from autopar.intra_op.search import FEW_AXES
+from autopar.intra_op.task import WORTH_SHARE, Found, TooSlow
 from autopar.plan import Plan
 from autopar.subjects import Subjected
 

@@ -40,15 +40,12 @@ from autopar.intra_op.search import (
     FEW_AXES,
     LARGE_OPERATORS,
     MANY_OPERATORS,
-    WORTH_SHARE,
-    Found,
-    Task,
-    TooSlow,
     may_cost_less,
     may_fit,
     search_below,
     worth_trying,
 )
+from autopar.intra_op.task import WORTH_SHARE, Found, Task, TooSlow
 from autopar.intra_op.within_budget import HOPELESS
 from autopar.likeness import as_there
 from autopar.methods import HAND_MADE, IntraOp, Shares, meshes_asked, method_of

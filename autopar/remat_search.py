@@ -35,7 +35,8 @@ from autopar.inter_op.remat import RematCost, Rematerialising
 from autopar.inter_op.searched import Searched
 from autopar.intra_op.ilp import solve
 from autopar.intra_op.model import MemoryRow, Model
-from autopar.intra_op.search import LARGE_OPERATORS, Found
+from autopar.intra_op.search import LARGE_OPERATORS
+from autopar.intra_op.task import Found
 from autopar.methods import IntraOp, method_of
 from autopar.plan import LayerRemat, Plan, Remat, Schedule
 from autopar.subjects import Demands, Subjected, rematerialised, rematerialising

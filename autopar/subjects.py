@@ -30,7 +30,7 @@ from autopar.inter_op.remat import Rematerialising
 from autopar.inter_op.shares import in_shares
 from autopar.inter_op.stacks import Rows, layer_loops, stacks_of
 from autopar.inter_op.terms import AccumulatorDtype, BatchCoupling, MicrobatchRng, Terms
-from autopar.intra_op.search import Ground
+from autopar.intra_op.on_mesh import Ground
 from autopar.likeness import Likeness
 from autopar.methods import Method
 from autopar.plan import NO_REMAT, UNOPENED, LayerRemat, Offload, Opening, Plan, Remat, Schedule

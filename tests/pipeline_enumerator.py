@@ -32,7 +32,8 @@ from autopar.inter_op.cut import cut
 from autopar.inter_op.looped import Looped
 from autopar.inter_op.placing import forward_operators
 from autopar.intra_op.restrict import Restriction
-from autopar.intra_op.search import Found, Task, search
+from autopar.intra_op.search import search
+from autopar.intra_op.task import Found, Task
 from autopar.plan import Schedule
 from autopar.schedule.orders import make_order
 from autopar.schedule.pipeline import StageLowering, lower_stage, pipeline_of

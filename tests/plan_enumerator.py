@@ -37,9 +37,11 @@ from autopar.graph.tracing import trace
 from autopar.inter_op.cut import cut
 from autopar.inter_op.looped import Looped, looped
 from autopar.inter_op.terms import Terms
+from autopar.intra_op.on_mesh import Ground
 from autopar.intra_op.priced import PricedStage, Prices
 from autopar.intra_op.restrict import Restriction
-from autopar.intra_op.search import Found, Ground, Task, search_below
+from autopar.intra_op.search import search_below
+from autopar.intra_op.task import Found, Task
 from autopar.plan import LayerRemat, Opening, Remat
 from autopar.schedule.orders import Order, make_order
 from autopar.schedule.pipeline import StageLowering, lower_stage, pipeline_of

@@ -14,7 +14,7 @@ import pytest
 import autopar
 from autopar import planning
 from autopar.errors import PlanError
-from autopar.intra_op.search import TooSlow
+from autopar.intra_op.task import TooSlow
 from autopar.methods import HAND_MADE
 from autopar.planning import _Planner
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from autopar.errors import BudgetError
 from autopar.intra_op import search as intra_op
 from autopar.intra_op.held import least_bytes, memory_rows
-from autopar.intra_op.search import TooSlow
+from autopar.intra_op.on_mesh import Ground
+from autopar.intra_op.task import TooSlow
 from autopar.microbatch_search import FEW, MANY, MicrobatchSearch, OneMesh
 from autopar.planning import _Planner
 from autopar.subjects import Demands
@@ -135,7 +136,7 @@ def test_no_plan_holds_less_than_the_least() -> None:
     """By the rows, whatever is chosen; and some choice of homes holds no more."""
     planner = _Planner(subject(), eight_slow_devices(), Demands(), lambda message: None)
     task = planner._task(planner.subject)
-    ground = intra_op.Ground(task.graph, task.state_pairs)
+    ground = Ground(task.graph, task.state_pairs)
     rng = np.random.default_rng(0)
     for mesh in task.meshes:
         one, moments = ground.on(task, mesh), ground.moments(task.donated)
@@ -151,7 +152,7 @@ def test_no_plan_holds_less_than_the_least() -> None:
 def test_what_may_fit_is_solved_and_what_cannot_is_not() -> None:
     planner = _Planner(subject(), eight_slow_devices(), Demands(), lambda message: None)
     task = planner._task(planner.subject)
-    ground = intra_op.Ground(task.graph, task.state_pairs)
+    ground = Ground(task.graph, task.state_pairs)
     least = min(least_bytes(ground.problem, mesh, {}, ground.moments(task.donated)) for mesh in task.meshes)
     for share, may in ((1.01, True), (0.99, False), (math.inf, True)):
         limited: Any = replace(task, budget_bytes=share * least / intra_op.FAR_OVER)

@@ -22,7 +22,7 @@ from autopar.cost_model.collectives import Collective, group_seconds
 from autopar.cost_model.hlo import parse_module, step_seconds
 from autopar.cost_model.overlap import SURE_SHARE, WORK_SHARE
 from autopar.cost_model.streams import Deed, Tasks, TwoStreams, backwards, hidden_in, surely_hidden, tastes
-from autopar.intra_op.search import WORTH_SHARE
+from autopar.intra_op.task import WORTH_SHARE
 from autopar.plan import Plan, Prediction
 from benchmarks.models import build
 

@@ -15,7 +15,7 @@ from autopar.inter_op import arranged, stages
 from autopar.inter_op.arranged import Arrangement, PipelineFound, PipelineTask
 from autopar.inter_op.pipeline_search import Wanted, search_pipelines
 from autopar.inter_op.stages import StagePlanner
-from autopar.intra_op.search import Ground
+from autopar.intra_op.on_mesh import Ground
 from autopar.plan import Schedule
 from autopar.schedule.orders import Order, OrderFunction
 from benchmarks.models import build

@@ -8,7 +8,7 @@ import pytest
 
 from autopar.cluster import Mesh
 from autopar.inter_op.part_costs import whole_on
-from autopar.intra_op.search import WORTH_SHARE
+from autopar.intra_op.task import WORTH_SHARE
 from autopar.intra_op.wide import is_wide
 from tests.toy_pipelines import toy_step
 from tests.toy_runs import eight_slow_devices

@@ -22,6 +22,8 @@ from autopar.graph.tracing import trace
 from autopar.inter_op.looped import looped
 from autopar.inter_op.rescaled import Rescaling, values_with_rows
 from autopar.intra_op import search as intra_op
+from autopar.intra_op.on_mesh import Ground
+from autopar.intra_op.task import Task
 from autopar.planning import _Planner, make_plan
 from autopar.subjects import Demands, Rewritings, Subjected, microbatched, subject_of
 from tests.toy_runs import eight_slow_devices
@@ -130,7 +132,7 @@ def test_coarser_meshes(sizes: tuple[int, ...], finer: tuple[int, ...], *, expec
     assert intra_op._is_coarser(sizes, finer) is expected
 
 
-def task_on(cluster: Cluster) -> intra_op.Task:
+def task_on(cluster: Cluster) -> Task:
     planner = _Planner(subject(), cluster, Demands(), lambda message: None)
     return planner._task(planner.subject)
 
@@ -149,7 +151,7 @@ def test_meshes_that_a_finer_one_stands_for_are_left_out_of_large_steps_on_one_h
 def test_meshes_of_three_axes_are_looked_at_where_one_of_two_comes_near(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     task = replace(task_on(eight_slow_devices().replace(hosts=2, devices_per_host=4)), report_progress=said.append)
-    best = min(intra_op.Ground(task.graph, task.state_pairs).on(task, mesh).solve().cost for mesh in task.meshes)
+    best = min(Ground(task.graph, task.state_pairs).on(task, mesh).solve().cost for mesh in task.meshes)
     three = [mesh for mesh in task.meshes if len(mesh.axis_sizes) == 3]
     assert three
     monkeypatch.setattr(intra_op, "MANY_OPERATORS", 0)
@@ -185,5 +187,5 @@ def test_the_collector_is_paused_while_planning() -> None:
 def test_rescaling_speaks_of_one_found_plan(planned: dict[Any, Any]) -> None:
     one, _, found = planned[4]
     task = planned["planner"]._task(one)
-    rescaling = Rescaling(task, intra_op.Ground(one.graph, one.roles.state_pairs), in_loop(one), found)
+    rescaling = Rescaling(task, Ground(one.graph, one.roles.state_pairs), in_loop(one), found)
     assert rescaling.bound_seconds(8, 0.0) <= rescaling.bound_seconds(8, float("inf"))

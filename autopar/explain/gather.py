@@ -30,7 +30,7 @@ from autopar.wording import bytes_text, family_name, slashed
 if TYPE_CHECKING:
     from autopar.cluster import Cluster
     from autopar.inter_op.account import PipelineAccount
-    from autopar.intra_op.search import Found
+    from autopar.intra_op.task import Found
     from autopar.intra_op.why import Why
     from autopar.subjects import Demands, Subjected
 

@@ -20,9 +20,11 @@ from autopar.graph.ir import Graph
 from autopar.inter_op.assemble import Assembled, assemble
 from autopar.inter_op.hosting import Hosting
 from autopar.inter_op.looped import Looped
+from autopar.intra_op.on_mesh import Ground
 from autopar.intra_op.priced import PricedStage
 from autopar.intra_op.restrict import Restriction
-from autopar.intra_op.search import LARGE_CLASSES, LARGE_OPERATORS, WORTH_SHARE, Ground
+from autopar.intra_op.search import LARGE_CLASSES, LARGE_OPERATORS
+from autopar.intra_op.task import WORTH_SHARE
 from autopar.plan import Schedule
 from autopar.schedule.cross_mesh import CrossMeshTransfer
 from autopar.schedule.orders import Order, OrderFunction, make_order
@@ -38,7 +40,7 @@ MAX_AXES = 2
 
 @dataclass(frozen=True)
 class StageDemands:
-    """What is asked of the plan of one stage (see :class:`autopar.intra_op.search.Task`)."""
+    """What is asked of the plan of one stage (see :class:`autopar.intra_op.task.Task`)."""
 
     meshes: tuple[Mesh, ...]
     restriction: Callable[[Mesh], Restriction] = lambda mesh: Restriction()

@@ -27,7 +27,7 @@ from autopar.inter_op.looped import constants_of
 from autopar.inter_op.stages import FIRST_PRICE_SHARE, PRICE_STEP, RISES
 from autopar.intra_op.priced import Prices
 from autopar.intra_op.restrict import Restriction
-from autopar.intra_op.search import Task
+from autopar.intra_op.task import Task
 
 FAR = 1.1
 

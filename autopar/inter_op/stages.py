@@ -30,7 +30,7 @@ from autopar.inter_op.cut import cut
 from autopar.inter_op.hosting import TIMES, HostedByStage, Hosting, are_too_few, by_stage, candidates, cheapest_for
 from autopar.inter_op.looped import constants_of
 from autopar.intra_op.priced import PricedStage, Prices
-from autopar.intra_op.search import Task
+from autopar.intra_op.task import Task
 from autopar.plan import Schedule
 from autopar.schedule.orders import OrderFunction, make_order, schedule_name
 from autopar.schedule.pipeline import lower_stage, pipeline_of

@@ -19,15 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from autopar.intra_op.held import with_price
 from autopar.intra_op.ilp import solve
 from autopar.intra_op.model import MemoryRow, Solution
+from autopar.intra_op.on_mesh import LaidOut, OnMesh
+from autopar.intra_op.task import Found
 from autopar.profile import Fresh
-
-if TYPE_CHECKING:
-    from autopar.intra_op.search import Found, LaidOut, OnMesh
 
 WORTH_A_LOOK = 0.02
 """Share of a step that the scratch memory of the optimum must take before others are looked for."""

@@ -16,39 +16,23 @@ what is hidden (:mod:`autopar.cost_model.overlap`), and on devices that hide a m
 
 from __future__ import annotations
 
-import enum
 import itertools
 import math
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 
-from autopar.cluster import Cluster, Mesh
-from autopar.cost_model.arrays import arrays_of
-from autopar.cost_model.hosted import has_host_memory, seconds_per_hosted_byte
-from autopar.cost_model.memory import memory_of
-from autopar.cost_model.nodes import Arrays
-from autopar.cost_model.predict import predict
+from autopar.cluster import Mesh
 from autopar.errors import BudgetError, PlanError
-from autopar.graph.ir import Graph
-from autopar.graph.moments import critical_moments
-from autopar.intra_op.alike import Quotient, merge_alike
 from autopar.intra_op.bound import Bound, likeliest, lower_bound
-from autopar.intra_op.choices import Choices, choices_on
-from autopar.intra_op.extract import stage_of
-from autopar.intra_op.held import least_bytes, memory_rows, shares_held
-from autopar.intra_op.ilp import solve
-from autopar.intra_op.model import MemoryRow, Model, Solution
-from autopar.intra_op.problem import Problem, state_problem
-from autopar.intra_op.restrict import Restriction, demand_keys
-from autopar.intra_op.wide import ENOUGH, Gaps
+from autopar.intra_op.held import least_bytes, shares_held
+from autopar.intra_op.model import Solution
+from autopar.intra_op.on_mesh import Ground, OnMesh
+from autopar.intra_op.task import Found, Task, TooSlow
 from autopar.intra_op.within_budget import OverBudgetError, within_budget
-from autopar.plan import Memory, Prediction, SolverReport, Stage
-from autopar.schedule.spmd import Hosted, SpmdProgram, hosted_ends, lower, output_layouts
+from autopar.plan import Memory
 from autopar.wording import bytes_text
 
 EXACT_VARIABLES = 1_000_000
@@ -81,90 +65,6 @@ looked at: a third axis made GPT 39B on 64 devices cheaper by 0.2 %, and a mesh 
 FAR_OVER = 2.25
 """A program whose leanest layouts hold so many budgets by the rows is not solved: the exact account was no less than 0.45 of
 them (Wide-ResNet, most of whose arrays are never written, for they are fused into what reads them)."""
-
-WORTH_SHARE = 2e-3
-"""A wide program that cannot beat the best plan by more than this share is not solved."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is to be planned.
-
-    ``restriction`` is asked once per mesh; ``budget_bytes`` is what one device may hold; ``donated`` are the input
-    positions whose memory the outputs may take over; ``names`` are paths of values, for messages.
-    """
-
-    graph: Graph
-    state_pairs: tuple[tuple[int, int], ...]
-    donated: frozenset[int]
-    cluster: Cluster
-    meshes: tuple[Mesh, ...]
-    budget_bytes: float
-    restriction: Callable[[Mesh], Restriction]
-    batch: tuple[int, ...] = ()
-    """Input positions of batch leaves, after which the axis that cuts them is called; empty: names stay as they are."""
-    examples_dim: int = 0
-    """The dimension of batch leaves along which the examples lie."""
-    solver_seconds: float = 60.0
-    names: Mapping[int, str] | None = None
-    report_progress: Callable[[str], None] = lambda message: None
-    worth_share: float = WORTH_SHARE
-    """Another mesh is left alone that can save no more than this share of the seconds."""
-    separate: frozenset[int] = frozenset()
-    """Values that lie for themselves (see :func:`autopar.intra_op.problem.state_problem`)."""
-    hosted: tuple[int, ...] = ()
-    """Positions of inputs that lie in the memory of the host between steps."""
-    made_again: frozenset[int] = frozenset()
-    """Values whose copies are made wherever they are needed, so that they take no room in between."""
-
-    @property
-    def hosted_ends(self) -> Hosted:
-        """Those inputs, and their next values."""
-        return hosted_ends(self.hosted, self.state_pairs)
-
-    @property
-    def hosted_values(self) -> dict[int, int]:
-        """Inputs and outputs that lie there, with how often a step copies them; none where host and device share one memory."""
-        if not self.hosted or not has_host_memory(self.cluster.device.platform.value):
-            return {}
-        graph, ends = self.graph, self.hosted_ends
-        read = {operand for operator in graph.operators for operand in operator.operands}
-        copied = {graph.inputs[position]: int(graph.inputs[position] in read) for position in ends.inputs}
-        return copied | {value: 1 for output in ends.outputs if (value := graph.outputs[output]) is not None}
-
-
-@dataclass(frozen=True)
-class Found:
-    """A stage, the steps it lowers to, what is predicted of it, and how it was found.
-
-    ``model`` is the integer program whose solution ``options`` is; None when only the leanest plan keeps the budget, so
-    that seconds did not decide.  With ``is_narrowed`` it held the likeliest options of every class only; where a plan
-    ``has_less_scratch``, its memory rows are about scratch memory (:mod:`autopar.intra_op.scratch`), else about the budget.
-    """
-
-    stage: Stage
-    program: SpmdProgram
-    prediction: Prediction
-    solver: SolverReport
-    problem: Problem
-    quotient: Quotient
-    choices: Choices
-    options: tuple[int, ...]
-    model: Model | None
-    is_narrowed: bool = False
-    has_less_scratch: bool = False
-
-    @property
-    def is_squeezed(self) -> bool:
-        """Whether the memory budget kept the planner from the fastest plan."""
-        return self.model is None or (bool(self.model.memory) and not self.has_less_scratch)
-
-
-class TooSlow(enum.Enum):
-    """There may be plans, but none that costs as little as is wanted."""
-
-    REGARDLESS = enum.auto()  # not even without the budget
-    WITHIN_BUDGET = enum.auto()
 
 
 def search(task: Task, ground: Ground | None = None) -> Found:
@@ -387,170 +287,3 @@ def _over_budget_message(task: Task, leanest: Memory) -> str:
         f"found needs {bytes_text(leanest.total_bytes)}. Its three largest tenants are {tenants}. "
         "Use more devices, a smaller batch, rematerialisation (jax.checkpoint), or raise memory_per_device=."
     )
-
-
-class Ground:
-    """Owns what plans of one program share, whatever their meshes and devices: the problem, its classes, its moments."""
-
-    def __init__(
-        self, graph: Graph, state_pairs: tuple[tuple[int, int], ...], separate: frozenset[int] = frozenset()
-    ) -> None:
-        self.graph = graph
-        self.problem = state_problem(graph, state_pairs, separate)
-        self._state_pairs = state_pairs
-        self._quotients: dict[frozenset[tuple[int, Hashable]], Quotient] = {}
-        self._moments: dict[frozenset[int], list[dict[int, float]]] = {}
-
-    def on(self, task: Task, mesh: Mesh) -> OnMesh:
-        """The problem on a mesh; raises :class:`~autopar.errors.PlanError` when the restriction there leaves no plan."""
-        allowed = task.restriction(mesh).of_nodes(self.problem, mesh)
-        demands = demand_keys(allowed)
-        hosted = self._hosted_bytes(task)
-        demands |= {node: (demands.get(node), size) for node, size in hosted.items()}
-        quotient = self._quotient(demands)
-        choices = choices_on(self.problem, quotient, mesh, task.cluster, allowed)
-        if hosted:
-            choices = choices.with_copies(quotient, hosted, seconds_per_hosted_byte(task.cluster))
-        return OnMesh(task, self, quotient, choices, Model(choices.node_seconds, choices.edge_seconds))
-
-    @property
-    def num_classes(self) -> int:
-        """Of like nodes, if nothing is demanded."""
-        return len(self._quotient({}).members)
-
-    def _quotient(self, demands: Mapping[int, Hashable]) -> Quotient:
-        """Classes of like nodes; demands are mostly the same on every mesh."""
-        key = frozenset(demands.items())
-        if key not in self._quotients:
-            self._quotients[key] = merge_alike(self.problem, demands)
-        return self._quotients[key]
-
-    def _hosted_bytes(self, task: Task) -> dict[int, float]:
-        """Bytes of whole arrays that a step copies between devices and hosts, by node."""
-        found: dict[int, float] = defaultdict(float)
-        for value, times in task.hosted_values.items():
-            if times and (node := self.problem.node_of_value.get(value)) is not None:
-                found[node] += times * self.graph.values[value].size_bytes
-        return dict(found)
-
-    def moments(self, donated: frozenset[int]) -> list[dict[int, float]]:
-        """The critical moments of the program (:mod:`autopar.graph.moments`)."""
-        if donated not in self._moments:
-            self._moments[donated] = critical_moments(self.graph, self.problem.fusion, self._state_pairs, donated)
-        return self._moments[donated]
-
-    def moments_on_devices(self, task: Task) -> list[dict[int, float]]:
-        """The same without what lies in the memory of the host."""
-        moments = self.moments(task.donated)
-        if elsewhere := task.hosted_values:
-            return [{value: size for value, size in row.items() if value not in elsewhere} for row in moments]
-        return moments
-
-
-@dataclass(frozen=True)
-class LaidOut:
-    """A solution as a list of steps, and the bytes that it needs; ``choices`` name the axes as the stage does."""
-
-    solution: Solution
-    stage: Stage
-    program: SpmdProgram
-    arrays: Arrays
-    memory: Memory
-    choices: Choices
-
-
-@dataclass(frozen=True)
-class OnMesh:
-    """The problem on one mesh; ``floor`` is a bound of its own on what any plan there costs, where options are missing."""
-
-    task: Task
-    ground: Ground
-    quotient: Quotient
-    choices: Choices
-    model: Model
-    floor: float = float("inf")
-
-    def solve(self) -> Solution:
-        """The optimum regardless of the budget."""
-        solution = self.solve_below(math.inf)
-        if solution is None:
-            raise PlanError(f"the demands leave no plan on the mesh {self.choices.mesh}")
-        return solution
-
-    def solve_below(self, cost: float) -> Solution | None:
-        """The optimum regardless of the budget, unless it is known that it costs as much."""
-        task = self.task
-        gaps = Gaps(ENOUGH, task.worth_share)
-        return solve(self.model, time_limit_seconds=task.solver_seconds, below=cost, gaps=gaps)
-
-    def narrowed(self, kept: Sequence[np.ndarray], floor: float) -> OnMesh:
-        """The same with only some options of every class."""
-        choices = self.choices.narrowed(kept)
-        return replace(self, choices=choices, model=Model(choices.node_seconds, choices.edge_seconds), floor=floor)
-
-    def gap_of(self, solution: Solution) -> float:
-        """Relative distance of a solution from the optimum of the mesh, as far as it is known."""
-        return replace(solution, bound=min(solution.bound, self.floor)).gap
-
-    @property
-    def problem(self) -> Problem:
-        """What there is to choose, whatever the mesh."""
-        return self.ground.problem
-
-    @cached_property
-    def rows(self) -> list[MemoryRow]:
-        """One row per critical moment: bytes of the live values of each class, by layout; copies only where they differ."""
-        return self.rows_of(self.ground.moments_on_devices(self.task))
-
-    def rows_of(self, moments: Sequence[Mapping[int, float]]) -> list[MemoryRow]:
-        """The same for moments of which the whole bytes of every live value are given."""
-        task = self.task
-        return memory_rows(self.problem, self.quotient, self.choices, moments, task.budget_bytes, task.made_again)
-
-    def lay_out(self, solution: Solution) -> LaidOut:
-        """Lower a solution and predict its memory."""
-        task, problem, graph = self.task, self.problem, self.task.graph
-        stage = stage_of(graph, problem, self.quotient, self.choices, solution.options)
-        choices = called_after_batch(self, stage)
-        if choices is not self.choices:
-            stage = stage_of(graph, problem, self.quotient, choices, solution.options)
-        program = lower(graph, stage, output_layouts(graph, stage, task.state_pairs), task.hosted_ends)
-        platform = task.cluster.device.platform.value
-        arrays = arrays_of(program, tuple(pair for pair in task.state_pairs if pair[0] in task.donated), platform)
-        memory = memory_of(
-            arrays,
-            program,
-            fusion=problem.fusion,
-            state_pairs=task.state_pairs,
-            platform=platform,
-            names=task.names or {},
-        )
-        return LaidOut(solution, stage, program, arrays, memory, choices)
-
-    def complete(self, laid: LaidOut) -> Found:
-        """Predict all of what was laid out."""
-        prediction = predict(laid.program, self.problem.fusion, self.task.cluster, laid.memory, laid.arrays)
-        solution = laid.solution
-        report = SolverReport(self.model.num_variables, solution.core_variables, 0.0, self.gap_of(solution))
-        return Found(
-            laid.stage,
-            laid.program,
-            prediction,
-            report,
-            self.problem,
-            self.quotient,
-            laid.choices,
-            solution.options,
-            self.model,
-            is_narrowed=math.isfinite(self.floor),
-        )
-
-
-def called_after_batch(on_mesh: OnMesh, stage: Stage) -> Choices:
-    """The choices with the axis that cuts the batch in a stage called "data"; themselves, if it is so already."""
-    graph, dim = on_mesh.task.graph, on_mesh.task.examples_dim
-    leaves = [graph.values[graph.inputs[position]] for position in on_mesh.task.batch]
-    cutting = [axis for leaf in leaves for axis in stage.home(leaf.id, len(leaf.shape)).dims[dim]]
-    if not cutting or "data" in cutting:
-        return on_mesh.choices
-    return on_mesh.choices.renamed({"data": cutting[0], cutting[0]: "data"})

@@ -29,7 +29,7 @@ from autopar.intra_op.extract import stage_of
 from autopar.intra_op.ilp import solve
 from autopar.intra_op.model import Solution
 from autopar.intra_op.resolve import Banned, Resolver
-from autopar.intra_op.search import Found
+from autopar.intra_op.task import Found
 from autopar.plan import Axes, Layout, Stage
 from autopar.schedule.reshard import shares
 from autopar.schedule.spmd import SpmdProgram, lower, output_layouts
@@ -104,7 +104,7 @@ class Why:
 
 @dataclass(frozen=True)
 class Question:
-    """The plan that is asked about; ``state_pairs`` as in :class:`autopar.intra_op.search.Task`."""
+    """The plan that is asked about; ``state_pairs`` as in :class:`autopar.intra_op.task.Task`."""
 
     found: Found
     state_pairs: tuple[tuple[int, int], ...]

@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from autopar.errors import PlanError
 from autopar.intra_op.held import byte_model
 from autopar.intra_op.ilp import solve
 from autopar.intra_op.model import Solution
+from autopar.intra_op.on_mesh import LaidOut, OnMesh
 from autopar.intra_op.scratch import with_less_scratch
 from autopar.intra_op.squeeze import solve_squeezed
+from autopar.intra_op.task import Found
 from autopar.plan import Memory
-
-if TYPE_CHECKING:
-    from autopar.intra_op.search import Found, LaidOut, OnMesh
 
 TIGHTENINGS = 6
 """How often the memory rows are tightened before a budget is called impossible."""
