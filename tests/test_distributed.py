@@ -116,6 +116,15 @@ checkpoints.close()
 tell(losses=losses, layers=repr(state["params"]["layers"]["bias"]))
 """
 
+MANY_STARTED = """
+many = {name: np.tile(leaf, (8, 1)) for name, leaf in batch_of(0).items()}
+step = autopar.parallelize(train_step, cluster=cluster, **options)
+state = step.init(partial(create, 0), many)
+for number in range(4):
+    state, metrics = step(state, many)
+tell(loss=float(metrics["loss"]))
+"""
+
 FAILING = """
 def rows_of(step, rows):
     if rank == options["fails"] and step == 12:
@@ -170,13 +179,15 @@ def pieces_here(state: Any) -> dict[str, list[Any]]:
     return found
 
 
-def run(options: dict[str, Any], script: str = TRAINING) -> list[dict[str, Any]]:
-    """What two processes say, each with two devices."""
+def run(options: dict[str, Any], script: str = TRAINING, threads: str | None = "4") -> list[dict[str, Any]]:
+    """What two processes say, each with two devices, and ``threads`` of XLA; None: as many as it takes by itself."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=2")
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "XLA_FLAGS": flags, "NPROC": "4"}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "XLA_FLAGS": flags}
+    environment = {name: said for name, said in environment.items() if name != "NPROC"}
+    environment |= {} if threads is None else {"NPROC": threads}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", START + script, str(rank), address, json.dumps(options)],
@@ -188,10 +199,12 @@ def run(options: dict[str, Any], script: str = TRAINING) -> list[dict[str, Any]]
         for rank in range(2)
     ]
     said = []
-    with ThreadPoolExecutor(
-        2
-    ) as threads:  # one that cannot write on does not come to its end, and the others wait there
-        told = list(threads.map(lambda process: process.communicate(timeout=150), processes))
+    try:  # both are read at once: one that cannot write on does not come to its end, and the other waits there
+        with ThreadPoolExecutor(2) as readers:
+            told = list(readers.map(lambda process: process.communicate(timeout=150), processes))
+    finally:
+        for process in processes:
+            process.kill()
     for out, complaint in told:
         lines = [line for line in out.splitlines() if line.startswith("{")]
         assert lines, complaint
@@ -307,6 +320,19 @@ def test_stages_share_a_loop_over_layers(tmp_path: Path) -> None:
     for said in run({"stages": 2, "num_microbatches": 4, "directory": str(tmp_path)}, SCANNED):
         assert said["losses"] == pytest.approx(wanted, rel=1e-11)
         assert "[0:2] on devices" in said["layers"]
+
+
+def test_many_programs_are_started_with_few_threads() -> None:
+    """More than wait in XLA's queues; those that meet in a collective need the threads that would wait to put in one more."""
+    with jax.enable_x64(True):
+        many = {name: np.tile(leaf, (8, 1)) for name, leaf in batch_of(0).items()}
+        state, step = create(0), jax.jit(train_step)
+        for _ in range(4):
+            state, metrics = step(state, many)
+        wanted = float(metrics["loss"])
+    plan = {"stages": 2, "schedule": "gpipe", "num_microbatches": 64, "method": "tensor_parallel"}
+    for said in run(plan, MANY_STARTED, threads=None):
+        assert said["loss"] == pytest.approx(wanted, rel=1e-11)
 
 
 @pytest.mark.verify

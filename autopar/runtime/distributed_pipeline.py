@@ -36,6 +36,7 @@ from autopar.runtime.own_leaves import OwnLeaves
 from autopar.runtime.promises import Promises
 from autopar.runtime.pulled import PullTransport
 from autopar.runtime.reports import ReportedArray, Reporter, reports_of, shared_with_state
+from autopar.runtime.run_ahead import run_ahead
 from autopar.runtime.shipment import Output, shipped_without_programs
 from autopar.runtime.stage_executable import PartExecutable, compiled_stage, stored_sharding, titled
 from autopar.runtime.transport import Message
@@ -120,11 +121,12 @@ class DistributedPipelineExecutor:
         for number in here:
             shipment = self._shipments.meshes[number]
             programs: dict[Key, PartExecutable] = {}
+            own_mesh = self._mesh_of(*next(iter(shipment.stages.values())))
             for stage, (mesh, devices) in shipment.stages.items():
                 programs.update(
                     compiled_stage(pipeline, stage, self._mesh_of(mesh, devices), transfers, report_progress)
                 )
-            found[number] = Loaded(shipment, self._mesh_of, programs)
+            found[number] = Loaded(shipment, self._mesh_of, programs, run_ahead(own_mesh))
         return found
 
     def _part(self, loaded: Loaded, world: Neighbours) -> _Part:

@@ -15,6 +15,7 @@ from autopar.cluster import Mesh
 from autopar.runtime.collectives import is_key
 from autopar.runtime.exchange import Exchange, Peers
 from autopar.runtime.interpreter import Interpreter, Key, finisher
+from autopar.runtime.run_ahead import Started, freely, telling
 from autopar.runtime.shipment import MeshShipment, Program
 from autopar.runtime.stage_executable import PartExecutable, stored_sharding, stored_shardings
 from autopar.runtime.transport import SteppedTransport
@@ -52,15 +53,20 @@ class Loaded:
     """Owns the compiled programs of a shipment, and what does not change from step to step."""
 
     def __init__(
-        self, shipment: MeshShipment, mesh_of: MeshMaker, made_here: Mapping[Key, PartExecutable] | None = None
+        self,
+        shipment: MeshShipment,
+        mesh_of: MeshMaker,
+        made_here: Mapping[Key, PartExecutable] | None = None,
+        started: Started = freely,
     ) -> None:
-        """``made_here`` are the programs of a shipment that comes without them."""
+        """``made_here`` are the programs of a shipment that comes without them; ``started`` bounds how many are under way."""
         self.shipment = shipment
         self._mesh_of = mesh_of
         self._meshes = {stage: mesh_of(mesh, devices) for stage, (mesh, devices) in shipment.stages.items()}
         self.programs = self._compiled() if made_here is None else made_here
+        self._told = {key: telling(one, started) for key, one in self.programs.items()}
         self._finish = {
-            wire.number: finisher(wire.transfer, self._placed(wire.transfer.target))
+            wire.number: telling(finisher(wire.transfer, self._placed(wire.transfer.target)), started)
             for wire in shipment.incoming
             if wire.transfer.moves
         }
@@ -103,7 +109,7 @@ class Loaded:
         arrays.update(zip((entry.slot for entry in self.shipment.entries), given, strict=True))
         if self._transport is not None:
             self._transport.begin(step)
-        left = Interpreter(self.programs, self._transport, self._finish).run(self.shipment.instructions, arrays)
+        left = Interpreter(self._told, self._transport, self._finish).run(self.shipment.instructions, arrays)
         return [left[slot] for slot in self.shipment.results]
 
     def marks(self, results: Sequence[jax.Array]) -> list[jax.Array]:
