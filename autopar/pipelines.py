@@ -21,18 +21,13 @@ from autopar.errors import BudgetError, PlanError
 from autopar.graph.roles import Role
 from autopar.inter_op.arranged import Arrangement, PipelineFound, PipelineTask
 from autopar.inter_op.assemble import Assembled, assemble_plan, layouts_of_leaves
+from autopar.inter_op.candidates import ESTIMATED_COUNT, SCHEDULES, estimated_examples
 from autopar.inter_op.dealing import homes_of, schedule_of
 from autopar.inter_op.examples import CoupledBatchError
-from autopar.inter_op.pipeline_search import (
-    ESTIMATED_COUNT,
-    SCHEDULES,
-    SPLIT_SCHEDULES,
-    Wanted,
-    estimated_examples,
-    search_pipelines,
-)
+from autopar.inter_op.pipeline_search import SPLIT_SCHEDULES, search_pipelines
 from autopar.inter_op.searched import Searched
 from autopar.inter_op.stages import StagePlanner
+from autopar.inter_op.wanted import Wanted
 from autopar.intra_op.search import LARGE_OPERATORS, MANY_OPERATORS
 from autopar.likeness import Likeness, StageAsThere, as_there, cuts_as_there
 from autopar.methods import InterOp, method_of

@@ -30,7 +30,7 @@ from autopar import _compat
 from autopar.cluster import Cluster, Platform
 from autopar.errors import BudgetError
 from autopar.graph.ir import Phase
-from autopar.inter_op.pipeline_search import SCHEDULES
+from autopar.inter_op.candidates import SCHEDULES
 from autopar.inter_op.remat import RematCost, Rematerialising
 from autopar.inter_op.searched import Searched
 from autopar.intra_op.ilp import solve

@@ -30,7 +30,8 @@ import jax
 import autopar
 from autopar.cluster import Cluster, DeviceKind, Link, Platform
 from autopar.inter_op.arranged import PipelineFound, PipelineTask
-from autopar.inter_op.pipeline_search import Wanted, search_pipelines
+from autopar.inter_op.pipeline_search import search_pipelines
+from autopar.inter_op.wanted import Wanted
 from autopar.plan import Schedule
 from autopar.schedule.orders import schedule_name
 from autopar.stage_tasks import loop_of, pipeline_task

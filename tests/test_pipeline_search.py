@@ -13,8 +13,9 @@ from autopar.cluster import Link
 from autopar.errors import BudgetError, ScheduleError
 from autopar.inter_op import arranged, stages
 from autopar.inter_op.arranged import Arrangement, PipelineFound, PipelineTask
-from autopar.inter_op.pipeline_search import Wanted, search_pipelines
+from autopar.inter_op.pipeline_search import search_pipelines
 from autopar.inter_op.stages import StagePlanner
+from autopar.inter_op.wanted import Wanted
 from autopar.intra_op.on_mesh import Ground
 from autopar.plan import Schedule
 from autopar.schedule.orders import Order, OrderFunction

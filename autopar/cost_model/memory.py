@@ -131,7 +131,7 @@ def _by_kind(line: Timeline, temp_bytes: int, fusion: Fusion) -> dict[str, int]:
     for node, size in line.tenants:
         local = node.tenant in OF_A_PHASE and node.value not in fusion.materialised
         kinds[(Tenant.COPY if local else node.tenant).value] += size
-    kinds["gaps between buffers"] = temp_bytes - sum(kinds.values())
+    kinds["room for gaps"] = temp_bytes - sum(kinds.values())
     return {kind: size for kind, size in kinds.most_common() if size}
 
 

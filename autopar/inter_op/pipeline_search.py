@@ -25,46 +25,26 @@ ZB-H1 exceeds the budget; of a large program only the fastest pipeline is tried 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
-from autopar.cluster import Cluster
-from autopar.errors import BudgetError, ScheduleError
-from autopar.graph.rules import Rulebook
+from autopar.errors import BudgetError
 from autopar.inter_op.arranged import LARGE_WORTH_SHARE, Arrangement, PipelineFound, PipelineTask
-from autopar.inter_op.dealing import dealt_homes, homes_of
-from autopar.inter_op.grouping import Estimates, Grouping, TooLarge, best_groupings, given_grouping, shared_grouping
-from autopar.inter_op.hosting import Hosting
-from autopar.inter_op.layer_costs import layer_map
-from autopar.inter_op.layers import layers
-from autopar.inter_op.looped import Looped
+from autopar.inter_op.candidates import ESTIMATED_COUNT, Candidates
+from autopar.inter_op.grouping import Grouping, given_grouping
 from autopar.inter_op.moves import near
-from autopar.inter_op.part_costs import costs_of_parts
 from autopar.inter_op.searched import Searched
-from autopar.inter_op.sites import host_order, host_orders, largest_packed, may_idle, placed, stage_sizes
+from autopar.inter_op.sites import may_idle
 from autopar.inter_op.stages import StagePlanner
+from autopar.inter_op.wanted import Wanted
 from autopar.intra_op.search import LARGE_OPERATORS
 from autopar.plan import Schedule
 from autopar.schedule.orders import OrderFunction
 
-MOST_LAYERS = 16
-"""The forward pass is cut into so many layers at most; a stage is one or several."""
-
 MOST_PLANNED = 12
 PLANNED_OPERATORS = LARGE_OPERATORS
 """So many groupings are planned exactly, or as many as together have so many operators, but at least two."""
-
-ESTIMATED_COUNT = 16
-"""Estimates are made for so many microbatches, or the next smaller number that divides the batch, of small programs.
-
-Of these more and fewer are tried as well.
-"""
-
-ESTIMATED_EXAMPLES = 4
-"""Estimates of a large program are made for microbatches of so many examples: it is planned in one or two numbers of them only,
-and these are large.  What few examples cost, which cannot be cut over many devices, no estimate from many examples tells."""
 
 NEARLY = 1.25
 NEARLY_LARGE = 1.15
@@ -77,62 +57,11 @@ that were estimated to be slower still are not looked at.
 What integer programs say of stages is within two thousandths of what their simulation says.
 """
 
-HOSTED_IN_FLIGHT = 1
-"""Of residuals that lie on the hosts those of one microbatch are on a device."""
-
 MOST_DEALT = 3
 """So many groupings whose stages are dealt round are planned exactly; of a large program one."""
 
-MOST_STAGES_PER_MESH = 4
-"""The planner itself deals so many stages to a mesh at most."""
-
-SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.EAGER_ONE_F_ONE_B, Schedule.GPIPE)
-"""Stages are laid out for the first, which holds least; of equals the first is kept."""
-
 SPLIT_SCHEDULES = (Schedule.ZERO_BUBBLE_H1, Schedule.ZERO_BUBBLE_H2)
 """With the gradients of weights apart; on every mesh the second holds as many microbatches as the first, or more."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What the user has fixed of a pipeline; None: free."""
-
-    num_stages: int | None = None
-    schedule: Schedule | OrderFunction | None = None
-    stage_size: int | None = None
-    """Devices of every stage."""
-    stages_per_mesh: int | None = None
-
-    @property
-    def known_schedule(self) -> Schedule | None:
-        """The schedule that is asked for by its name; several stages on a mesh ask for the one that deals them round."""
-        if (self.stages_per_mesh or 1) > 1:
-            return Schedule.INTERLEAVED_ONE_F_ONE_B
-        return self.schedule if isinstance(self.schedule, Schedule) else None
-
-    @property
-    def own_schedule(self) -> OrderFunction | None:
-        """The schedule that is asked for as a function."""
-        return None if isinstance(self.schedule, Schedule) else self.schedule
-
-    @property
-    def may_be_alone(self) -> bool:
-        """Whether every stage may have a mesh of its own."""
-        return self.known_schedule is not Schedule.INTERLEAVED_ONE_F_ONE_B
-
-    @property
-    def may_be_dealt(self) -> bool:
-        """Whether stages may be dealt round, or as a function says."""
-        return self.stages_per_mesh != 1 and self.known_schedule in (None, Schedule.INTERLEAVED_ONE_F_ONE_B)
-
-
-def estimated_examples(cluster: Cluster) -> int:
-    """Examples of the microbatches for which estimates of a large program are made.
-
-    With the most stages that there may be, each has so many hosts, over which examples are cut: layers that are cut over
-    several hosts wait for the network.
-    """
-    return max(ESTIMATED_EXAMPLES, cluster.hosts // MOST_LAYERS)
 
 
 def search_pipelines(
@@ -151,16 +80,18 @@ def search_pipelines(
     ``estimated_count`` microbatches, or the next smaller number that may be asked for.
     Raises :class:`~autopar.errors.BudgetError` where pipelines were found but none keeps the budget.
     """
-    coarse = _Search(tasks, counts, wanted, to_beat_seconds, wanted.num_stages or 2, estimated_count)
-    coarse.starts.update(starts or {})
+    few = Candidates(tasks, counts, wanted, wanted.num_stages or 2, estimated_count)
+    few.starts.update(starts or {})
+    coarse = _Search(few, wanted, to_beat_seconds)
     found = coarse.best()
     if wanted.num_stages is not None or starts is not None or not coarse.is_small:
         return Searched(found, coarse.others, coarse.lacks_memory)
     # A stage for each device needs as many layers.  They are looked at behind the few that cost least to part: more groupings
     # of more layers would crowd these out.
     enough = to_beat_seconds if found is None else found.step_seconds
-    fine = _Search(tasks, counts, wanted, enough, coarse.num_devices, estimated_count)
-    if fine.num_layers <= coarse.num_layers:
+    many = Candidates(tasks, counts, wanted, few.task.cluster.num_devices, estimated_count)
+    fine = _Search(many, wanted, enough)
+    if many.num_layers <= few.num_layers:
         return Searched(found, coarse.others, coarse.lacks_memory)
     finer = fine.best()
     return Searched(finer or found, (*coarse.others, *fine.others), coarse.lacks_memory or fine.lacks_memory)
@@ -169,46 +100,24 @@ def search_pipelines(
 class _Search:
     """Owns the best pipeline so far."""
 
-    def __init__(
-        self,
-        tasks: Callable[[int], PipelineTask],
-        counts: Sequence[int],
-        wanted: Wanted,
-        to_beat_seconds: float,
-        at_least: int,
-        estimated_count: int,
-    ) -> None:
-        """``at_least`` is the number of layers that are looked for."""
-        self._tasks, self._counts, self._wanted = tasks, sorted(counts), wanted
+    def __init__(self, candidates: Candidates, wanted: Wanted, to_beat_seconds: float) -> None:
+        self._candidates, self._wanted = candidates, wanted
         self._enough = self._enough_whole = to_beat_seconds
         """What is to be beaten; without pipelines tried with the gradients of weights apart, which bounds do not allow for."""
-        self._at_least = at_least
-        self._estimated_count = estimated_count
         self._best: PipelineFound | None = None
         self._grouping: Grouping | None = None
         self._planned: set[tuple[int, tuple[int, ...], tuple[tuple[int, ...], ...], tuple[int, ...] | None]] = set()
-        self._estimates: dict[tuple[int, ...], Estimates] = {}
         self._fastest: list[PipelineFound] = []
         self._least_seconds = float("inf")
         """Of the groupings of a large program that were planned, what integer programs say of the best."""
-        self._known_homes: dict[int, tuple[int, ...] | None] = {}
         self._refusal: BudgetError | None = None
-        self._too_large: list[TooLarge] = []
         self.lacks_memory = False
         """Whether pipelines that might be faster were left because they exceed the budget."""
-        self._planners: dict[int, StagePlanner] = {}
-        self._rulebook: Rulebook | None = None
-        self.starts: dict[int, tuple[int, ...]] = {}
-
-    @property
-    def _base(self) -> int:
-        """The number of microbatches that stands for the others."""
-        return max((count for count in self._counts if count <= self._estimated_count), default=self._counts[0])
 
     @property
     def is_small(self) -> bool:
         """Whether many groupings may be planned."""
-        return not self._tasks(self._base).is_large
+        return not self._candidates.task.is_large
 
     @property
     def others(self) -> tuple[PipelineFound, ...]:
@@ -217,25 +126,13 @@ class _Search:
             return ()
         return tuple(one for one in self._fastest if one.is_alone and not one.has_stages_of(self._best))
 
-    @property
-    def num_devices(self) -> int:
-        """Of the cluster."""
-        return self._tasks(self._base).cluster.num_devices
-
-    @property
-    def num_layers(self) -> int:
-        """Into how many layers the step may be cut."""
-        return len(self._layers(self._base)) + 1
-
     def best(self) -> PipelineFound | None:
-        base = self._base
-        task = self._tasks(base)
-        if not self._layers(base):
+        """The fastest; None where the step has one layer only, or no pipeline is fast enough.  Raises ``BudgetError``."""
+        if self._candidates.num_layers < 2:
             return None
-        size = len(task.loop.graph.operators)
+        size = len(self._candidates.task.loop.graph.operators)
         most = min(MOST_PLANNED, max(2, PLANNED_OPERATORS // size))
-        self._estimates = self._estimated(task)
-        groupings = self._groupings(task)
+        groupings = self._candidates.alone()
         if self.is_small:
             self._walk(groupings)
             # Stages of one device are planned at once, for there is nothing to choose.  Bounds, which hide no message behind
@@ -244,20 +141,21 @@ class _Search:
         nearly = NEARLY if self.is_small else NEARLY_LARGE
         self._plan_hopeful(groupings, most, nearly)
         known = 0
-        while self.is_small and known < len(self._too_large):
-            known = len(self._too_large)
-            self._plan_hopeful(self._groupings(task), most, nearly)
+        while self.is_small and known < self._candidates.num_too_large:
+            known = self._candidates.num_too_large
+            self._plan_hopeful(self._candidates.alone(), most, nearly)
         if self._wanted.may_be_dealt:
             self._deal(MOST_DEALT if self.is_small else 1, nearly)
         if self._best is not None and self.is_small:
             self._climb()
-            self._best = self._planner(self._best.count).refined(self._best)
+            self._best = self._candidates.planner(self._best.count).refined(self._best)
             self._enough = self._best.step_seconds
         if not self.is_small:
             self._split_fastest()
         if self._best is None and self._refusal is not None and self._enough == float("inf"):
             raise self._refusal
-        self.lacks_memory = self.lacks_memory or (self._best is None and self.is_small and self._misses_groupings())
+        if self._best is None and self.is_small and not self.lacks_memory:
+            self.lacks_memory = self._candidates.lacks_any_below(NEARLY * self._enough_whole)
         return self._best
 
     def _plan_hopeful(self, groupings: Sequence[Grouping], most: int, nearly: float) -> None:
@@ -269,15 +167,6 @@ class _Search:
                 break
             if not self._plan(grouping):
                 break
-
-    def _misses_groupings(self) -> bool:
-        """Whether groupings that do not fit might be faster than what is to be beaten."""
-        for where, count in itertools.product(self._estimates.values(), self._counts):
-            free = best_groupings(replace(where, budgets=dict.fromkeys(where.budgets, math.inf)), count)
-            hopeful = [one for one in free if one.bound_seconds <= NEARLY * self._enough_whole]
-            if hopeful and not set(hopeful).issubset(best_groupings(where, count)):
-                return True
-        return False
 
     def _split_fastest(self) -> None:
         """Try the fastest pipeline of a stage on each mesh with the gradients of weights apart."""
@@ -291,11 +180,13 @@ class _Search:
         """The pipeline with the gradients of weights apart, as long as memory allows and the work may be done soon enough."""
         if self._wanted.schedule is not None or not found.is_alone:
             return
-        worth_share = self._tasks(found.count).worth_share
+        worth_share = self._candidates.task_of(found.count).worth_share
         for schedule in SPLIT_SCHEDULES:
             if found.least_seconds >= (1 - worth_share) * self._enough:
                 return
-            if (candidate := self._planner(found.count).leanest_under(found, schedule, self._enough)) is None:
+            if (
+                candidate := self._candidates.planner(found.count).leanest_under(found, schedule, self._enough)
+            ) is None:
                 self.lacks_memory = True
                 return
             yield candidate
@@ -312,7 +203,7 @@ class _Search:
 
     def _deal(self, most: int, nearly: float) -> None:
         """Plan groupings whose stages share meshes, those that may be faster, the least bound first."""
-        groupings = self._dealt()
+        groupings = self._candidates.dealt()
         if not self._wanted.may_be_alone:
             self._walk(groupings)
         before = len(self._planned)
@@ -324,47 +215,6 @@ class _Search:
             is_hopeful = is_hopeful and grouping.bound_seconds < alone_seconds  # both are estimates of the same kind
             if is_hopeful and len(self._planned) - before < most:
                 self._plan(grouping)
-
-    def _dealt(self) -> list[Grouping]:
-        """Groupings whose stages share meshes of one size, by their bounds."""
-        found = []
-        for estimates, count in itertools.product(self._estimates.values(), self._counts):
-            for homes in self._homes(count, estimates.num_layers):
-                num_meshes = max(homes) + 1
-                if num_meshes < len(homes) and (meshes := self._meshes(num_meshes, estimates.order.cluster)):
-                    found.append(shared_grouping(estimates, count, homes, meshes))
-        return sorted((one for one in found if one is not None), key=lambda one: one.bound_seconds)
-
-    def _meshes(self, number: int, cluster: Cluster) -> tuple[tuple[int, ...], ...] | None:
-        """So many meshes of one size, or None where there are no such."""
-        size = self._wanted.stage_size
-        return largest_packed(number, cluster) if size is None else placed([size] * number, cluster)
-
-    def _homes(self, count: int, most_stages: int) -> Iterator[tuple[int, ...]]:
-        """The meshes of the stages, in all ways that are allowed."""
-        wanted = self._wanted
-        if wanted.own_schedule is not None:
-            if (homes := self._own_homes(count)) is not None:
-                yield homes
-            return
-        most = most_stages // 2 if wanted.num_stages else MOST_STAGES_PER_MESH
-        for stages_per_mesh in [wanted.stages_per_mesh] if wanted.stages_per_mesh else range(2, most + 1):
-            for num_meshes in range(2, most_stages // stages_per_mesh + 1):
-                if wanted.num_stages in (None, num_meshes * stages_per_mesh):
-                    yield dealt_homes(num_meshes, stages_per_mesh)
-
-    def _own_homes(self, count: int) -> tuple[int, ...] | None:
-        """The meshes of the stages as the user's schedule has it; None where it has no order of so many microbatches."""
-        own, stages = self._wanted.own_schedule, self._wanted.num_stages
-        assert own is not None and stages is not None
-        if count not in self._known_homes:
-            try:
-                self._known_homes[count] = homes_of(own, stages, count, stages)
-            except ScheduleError:
-                self._known_homes[count] = None
-                if all(self._known_homes.get(other, ()) is None for other in self._counts):
-                    raise
-        return self._known_homes[count]
 
     def _walk(self, groupings: Sequence[Grouping]) -> None:
         """Plan the first grouping of the first one's number of microbatches, then of the next numbers while that is faster.
@@ -402,7 +252,7 @@ class _Search:
 
     def _move_devices(self, grouping: Grouping) -> None:
         """Plan what is near a grouping, on devices that halves do not fill, and may be faster than the best pipeline."""
-        estimates = self._estimates[grouping.hosts]
+        estimates = self._candidates.estimates_of(grouping)
         order = estimates.order
         if grouping.homes is not None or self._wanted.stage_size is not None or not may_idle(order.cluster):
             return
@@ -412,127 +262,21 @@ class _Search:
                 if other is not None and other.bound_seconds <= NEARLY * self._enough_whole:
                     self._plan(other)
 
-    def _layers(self, count: int) -> tuple[int, ...]:
-        """The positions at which layers begin, but the first."""
-        if count not in self.starts:
-            task = self._tasks(count)
-            same = self._starts_of_twin(task.loop)
-            task.report_progress("finding the layers")
-            self.starts[count] = same or layers(
-                task.loop,
-                task.state_pairs,
-                at_most=MOST_LAYERS,
-                at_least=min(MOST_LAYERS, self._at_least),
-            )
-        return self.starts[count]
-
-    def _starts_of_twin(self, loop: Looped) -> tuple[int, ...] | None:
-        """Where layers begin in a step of another number of microbatches with the same operators; None: there is none.
-
-        Of small programs the layers are always found anew: a microbatch's size may move them.
-        """
-        if len(loop.graph.operators) <= PLANNED_OPERATORS:
-            return None
-        kinds = [operator.primitive for operator in loop.body.operators]
-        for count, starts in self.starts.items():
-            if [operator.primitive for operator in self._tasks(count).loop.body.operators] == kinds:
-                return starts
-        return None
-
-    def _groupings(self, task: PipelineTask) -> list[Grouping]:
-        """The groupings of stages that share no mesh, the least bound first."""
-        if not self._wanted.may_be_alone:
-            return []
-        everywhere = itertools.product(self._estimates.values(), self._counts)
-        found = [one for where, count in everywhere for one in self._best_groupings(task, where, count)]
-        if self._wanted.num_stages is not None:
-            found = [one for one in found if len(one.ends) == self._wanted.num_stages]
-        return sorted(found, key=lambda one: one.bound_seconds)
-
-    def _estimated(self, task: PipelineTask) -> dict[tuple[int, ...], Estimates]:
-        """By the order of the hosts, what groupings are made from."""
-        cluster, wanted = task.cluster, self._wanted
-        planner = self._planner(task.loop.count)
-        mapped = layer_map(task.loop, planner.cut(self._layers(task.loop.count)))
-        sizes = [wanted.stage_size] if wanted.stage_size else stage_sizes(cluster)
-        message_bytes = float(mapped.crossing_bytes.mean())
-        orders = [host_order(cluster, hosts, sizes) for hosts in host_orders(cluster, message_bytes)]
-        costs = costs_of_parts(task, mapped, dict.fromkeys(part for order in orders for part in order.firsts))
-        if task.is_large:
-            orders = [order.of_sizes({part.num_devices for part in costs}) for order in orders]
-        most = min(mapped.num_layers, cluster.num_devices // min(sizes))
-        return {
-            order.hosts: Estimates(
-                order,
-                order.budgets(task.budget_of),
-                costs,
-                mapped.crossing_bytes,
-                most,
-                HOSTED_IN_FLIGHT if task.hosting is Hosting.ALL else math.inf,
-            )
-            for order in orders
-        }
-
-    def _learn(self, grouping: Grouping, stages: Sequence[int]) -> None:
-        """Leave groupings with these stages of one that did not fit."""
-        if grouping.homes is not None or not stages:
-            return
-        order = self._estimates[grouping.hosts].order
-        runs = list(zip(pairwise((0, *grouping.ends)), map(order.places, grouping.devices), strict=True))
-        for stage in stages:
-            (start, end), places = runs[stage]
-            part = order.parts[places[0], len(places)]
-            self._too_large.append(TooLarge(grouping.count, part, len(runs) - stage, start, end))
-        known = tuple(self._too_large)
-        self._estimates = {hosts: replace(one, too_large=known) for hosts, one in self._estimates.items()}
-
-    def _best_groupings(self, task: PipelineTask, estimates: Estimates, count: int) -> list[Grouping]:
-        """The best groupings into so many microbatches; where none fits, those that fit with residuals on the hosts."""
-        found = best_groupings(estimates, count)
-        if found or task.hosting is not Hosting.NEEDED:
-            return found
-        return best_groupings(replace(estimates, most_in_flight=HOSTED_IN_FLIGHT), count)
-
-    def _planner(self, count: int) -> StagePlanner:
-        if count not in self._planners:
-            task = self._tasks(count)
-            self._rulebook = self._rulebook or Rulebook(task.cluster.device.platform.value)
-            self._planners[count] = StagePlanner(task, self._rulebook)
-        return self._planners[count]
-
-    def _schedules(self, grouping: Grouping) -> tuple[Schedule | OrderFunction, ...]:
-        """The schedules that a grouping may run under."""
-        wanted = self._wanted
-        if (own := wanted.own_schedule) is not None:
-            homes = self._own_homes(grouping.count)
-            is_its = homes is not None and (grouping.homes == homes or len(set(homes)) == len(homes))
-            return (own,) if is_its else ()
-        if grouping.homes is not None:
-            return (Schedule.INTERLEAVED_ONE_F_ONE_B,)
-        return SCHEDULES if wanted.known_schedule is None else (wanted.known_schedule,)
-
-    def _arranged(self, grouping: Grouping, schedule: Schedule | OrderFunction) -> Arrangement | None:
-        """A grouping in the step of its number of microbatches; None where that has other layers."""
-        starts = self._layers(grouping.count)
-        if max(grouping.ends[:-1]) > len(starts):
-            return None
-        return Arrangement(tuple(starts[end - 1] for end in grouping.ends[:-1]), grouping.devices, schedule)
-
     def _plan(self, grouping: Grouping) -> bool:
         """Plan a grouping exactly, under every schedule that is allowed, unless that was done before.
 
         Returns False for a grouping of a large program that was bounded, and given up as too slow.
         """
         key = (grouping.count, grouping.ends, grouping.devices, grouping.homes)
-        if key in self._planned or not (schedules := self._schedules(grouping)):
+        if key in self._planned or not (schedules := self._candidates.schedules(grouping)):
             return True
         self._planned.add(key)
         first, *others = schedules
-        arrangement = self._arranged(grouping, first)
+        arrangement = self._candidates.arranged(grouping, first)
         if arrangement is None:
             return True
-        planner, give_up_seconds = self._planner(grouping.count), float("inf")
-        if self._tasks(grouping.count).is_large:
+        planner, give_up_seconds = self._candidates.planner(grouping.count), float("inf")
+        if self._candidates.task_of(grouping.count).is_large:
             is_dealt = grouping.homes is not None and self._best is not None
             # What is given up is returned as it is, so it must not be faster than the best: it may exceed the budget.
             give_up_seconds = (1.0 if is_dealt else GIVE_UP) * self._enough
@@ -543,7 +287,7 @@ class _Search:
             first, *others = planner.fastest_first(arrangement, schedules)
         found, too_large = self._first_within_budget(planner, arrangement, (first, *others), give_up_seconds)
         if found is None:
-            self._learn(grouping, too_large)
+            self._candidates.learn(grouping, too_large)
             return True
         others = [
             schedule
