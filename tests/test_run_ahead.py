@@ -74,10 +74,9 @@ def test_steps_that_nobody_waits_for(stages: int, microbatches: int, steps: int)
     assert found == pytest.approx(wanted, rel=1e-10)
 
 
-def test_the_oldest_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_is_waited_for() -> None:
     waited: list[float] = []
-    monkeypatch.setattr(jax, "block_until_ready", lambda array: waited.append(float(array)))
-    started = Bounded(3).started
+    started = Bounded(3, lambda array: waited.append(float(array))).started
     for number in range(5):
         started(jnp.float32(number))
     assert waited == [0, 1, 2]

@@ -26,6 +26,7 @@ from autopar.cluster import Cluster, Mesh
 from autopar.errors import WorkerError
 from autopar.graph.build import avals_of
 from autopar.runtime.awaited import Awaited
+from autopar.runtime.collectives import is_key
 from autopar.runtime.deliveries import Deliverer, deliveries_of
 from autopar.runtime.executor import device_mesh
 from autopar.runtime.interpreter import Key
@@ -47,6 +48,9 @@ from autopar.schedule.pipeline import Pipeline
 
 AHEAD = 2
 """So many steps may be dispatched and not yet done."""
+
+POLL_SECONDS = 2e-4
+"""Between two looks at a program that is waited for; others stand behind it, so that no device idles meanwhile."""
 
 WAITING_SECONDS = 600.0
 """So long a step, or who reads what it returns, waits for other processes, which may be late: they save, or evaluate."""
@@ -121,12 +125,12 @@ class DistributedPipelineExecutor:
         for number in here:
             shipment = self._shipments.meshes[number]
             programs: dict[Key, PartExecutable] = {}
-            own_mesh = self._mesh_of(*next(iter(shipment.stages.values())))
+            meshes = [self._mesh_of(*placed) for placed in shipment.stages.values()]  # all of the same devices
             for stage, (mesh, devices) in shipment.stages.items():
                 programs.update(
                     compiled_stage(pipeline, stage, self._mesh_of(mesh, devices), transfers, report_progress)
                 )
-            found[number] = Loaded(shipment, self._mesh_of, programs, run_ahead(own_mesh))
+            found[number] = Loaded(shipment, self._mesh_of, programs, run_ahead(meshes[0], self._until_done))
         return found
 
     def _part(self, loaded: Loaded, world: Neighbours) -> _Part:
@@ -235,6 +239,19 @@ class DistributedPipelineExecutor:
         except BaseException:
             self._promises.break_those_of(part.transport)  # another mesh of this process may wait for it
             raise
+
+    def _until_done(self, result: jax.Array) -> None:
+        """Wait for a program of a step that is being dispatched; with a limit, and only while this process's part goes on.
+
+        It may wait for what another process sends, and a thread that waits inside of JAX keeps Python from ending.
+        Raises ``RuntimeError`` where another program has taken the result over, ``TransportError`` at the limit.
+        """
+        until = time.monotonic() + WAITING_SECONDS
+        words: Any = jax.random.key_data(result) if is_key(result) else result
+        while not words.is_ready():
+            if self._failure is not None or time.monotonic() > until:
+                raise self._attendance.too_late(self._promises.step, WAITING_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def _finish_oldest(self) -> None:
         step, done = self._running.popleft()

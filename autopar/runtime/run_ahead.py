@@ -25,10 +25,18 @@ MOST_STARTED = 8
 Started: TypeAlias = Callable[[jax.Array], None]
 """Is told a result of each program that was started on a mesh, and returns when another may be."""
 
+Waiter: TypeAlias = Callable[[jax.Array], None]
+"""Returns when a result is there; raises RuntimeError where it has been taken over, or its program failed."""
 
-def run_ahead(mesh: jax.sharding.Mesh) -> Started:
-    """What to tell of programs that are started on the devices of a mesh."""
-    return Bounded(MOST_STARTED).started if mesh.devices.flat[0].platform == "cpu" else freely
+
+def until_done(result: jax.Array) -> None:
+    """Wait for a result, however long it takes."""
+    jax.block_until_ready(result)
+
+
+def run_ahead(mesh: jax.sharding.Mesh, wait: Waiter = until_done) -> Started:
+    """What to tell of programs that are started on the devices of a mesh; ``wait`` is how a result of one is waited for."""
+    return Bounded(MOST_STARTED, wait).started if mesh.devices.flat[0].platform == "cpu" else freely
 
 
 def freely(result: jax.Array) -> None:
@@ -38,9 +46,9 @@ def freely(result: jax.Array) -> None:
 class Bounded:
     """Remembers a result of each program, which it keeps alive, until the program is done."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, wait: Waiter = until_done) -> None:
         """``most`` programs may be started and not done."""
-        self._most = most
+        self._most, self._wait = most, wait
         self._running: deque[jax.Array] = deque()
         self._lock = threading.Lock()
 
@@ -52,7 +60,7 @@ class Bounded:
                 return
             while self._running:
                 try:
-                    jax.block_until_ready(self._running.popleft())
+                    self._wait(self._running.popleft())
                     return
                 except RuntimeError:
                     # Another program has taken it over, which stands behind it and waits for it; or its own failed, and
