@@ -10,15 +10,14 @@ from typing import Any
 
 import jax
 
-from autopar.runtime.collectives import is_key
+from autopar.runtime.collectives import unwrapped
 
 
 def is_there(array: Any) -> bool:
     """Whether an array is computed; nobody asks for one that was given away."""
     if array.is_deleted():
         return True
-    words: Any = jax.random.key_data(array) if is_key(array) else array
-    return bool(words.is_ready())
+    return bool(unwrapped(array).is_ready())
 
 
 class Awaited:

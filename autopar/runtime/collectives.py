@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 from jax import lax
@@ -58,6 +59,11 @@ def is_first(axes: Axes) -> jax.Array:
 def is_key(x: jax.Array) -> bool:
     """Whether ``x`` is an array of typed PRNG keys."""
     return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
+def unwrapped(array: jax.Array) -> Any:
+    """The array, or the words of keys: an array of numbers, which can do what JAX's arrays of keys cannot."""
+    return jax.random.key_data(array) if is_key(array) else array
 
 
 def piece_start(axes: Axes, extent: int) -> jax.Array:

@@ -26,7 +26,7 @@ from autopar.cluster import Cluster, Mesh
 from autopar.errors import WorkerError
 from autopar.graph.build import avals_of
 from autopar.runtime.awaited import Awaited
-from autopar.runtime.collectives import is_key
+from autopar.runtime.collectives import unwrapped
 from autopar.runtime.deliveries import Deliverer, deliveries_of
 from autopar.runtime.executor import device_mesh
 from autopar.runtime.interpreter import Key
@@ -125,12 +125,11 @@ class DistributedPipelineExecutor:
         for number in here:
             shipment = self._shipments.meshes[number]
             programs: dict[Key, PartExecutable] = {}
-            meshes = [self._mesh_of(*placed) for placed in shipment.stages.values()]  # all of the same devices
-            for stage, (mesh, devices) in shipment.stages.items():
-                programs.update(
-                    compiled_stage(pipeline, stage, self._mesh_of(mesh, devices), transfers, report_progress)
-                )
-            found[number] = Loaded(shipment, self._mesh_of, programs, run_ahead(meshes[0], self._until_done))
+            meshes = {stage: self._mesh_of(*placed) for stage, placed in shipment.stages.items()}
+            for stage, mesh in meshes.items():
+                programs.update(compiled_stage(pipeline, stage, mesh, transfers, report_progress))
+            started = run_ahead(next(iter(meshes.values())), self._until_done)  # all are of the same devices
+            found[number] = Loaded(shipment, self._mesh_of, programs, started)
         return found
 
     def _part(self, loaded: Loaded, world: Neighbours) -> _Part:
@@ -247,7 +246,7 @@ class DistributedPipelineExecutor:
         Raises ``RuntimeError`` where another program has taken the result over, ``TransportError`` at the limit.
         """
         until = time.monotonic() + WAITING_SECONDS
-        words: Any = jax.random.key_data(result) if is_key(result) else result
+        words = unwrapped(result)
         while not words.is_ready():
             if self._failure is not None or time.monotonic() > until:
                 raise self._attendance.too_late(self._promises.step, WAITING_SECONDS)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from autopar.errors import WorkerError
-from autopar.runtime.collectives import is_key
+from autopar.runtime.collectives import unwrapped
 from autopar.runtime.messages import HostPieces, Where
 from autopar.schedule.cross_mesh import piece_box
 
@@ -28,7 +28,7 @@ class KeptCopies:
         """Copy the pieces of leaves (their numbers, arrays, and where they lie); waits until they are computed."""
         found: Pieces = {}
         for leaf, array, where in leaves:
-            words = jax.random.key_data(array) if is_key(array) else array
+            words = unwrapped(array)
             placement = where.placement(words.ndim)
             shards = {shard.device: shard.data for shard in words.addressable_shards}
             sharding: Any = words.sharding

@@ -25,16 +25,11 @@ MOST_STARTED = 8
 Started: TypeAlias = Callable[[jax.Array], None]
 """Is told a result of each program that was started on a mesh, and returns when another may be."""
 
-Waiter: TypeAlias = Callable[[jax.Array], None]
+Waiter: TypeAlias = Callable[[jax.Array], object]
 """Returns when a result is there; raises RuntimeError where it has been taken over, or its program failed."""
 
 
-def until_done(result: jax.Array) -> None:
-    """Wait for a result, however long it takes."""
-    jax.block_until_ready(result)
-
-
-def run_ahead(mesh: jax.sharding.Mesh, wait: Waiter = until_done) -> Started:
+def run_ahead(mesh: jax.sharding.Mesh, wait: Waiter = jax.block_until_ready) -> Started:
     """What to tell of programs that are started on the devices of a mesh; ``wait`` is how a result of one is waited for."""
     return Bounded(MOST_STARTED, wait).started if mesh.devices.flat[0].platform == "cpu" else freely
 
@@ -46,7 +41,7 @@ def freely(result: jax.Array) -> None:
 class Bounded:
     """Remembers a result of each program, which it keeps alive, until the program is done."""
 
-    def __init__(self, most: int, wait: Waiter = until_done) -> None:
+    def __init__(self, most: int, wait: Waiter = jax.block_until_ready) -> None:
         """``most`` programs may be started and not done."""
         self._most, self._wait = most, wait
         self._running: deque[jax.Array] = deque()

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar import _compat
-from autopar.runtime.collectives import is_key
+from autopar.runtime.collectives import unwrapped
 from autopar.runtime.cross_mesh import Cutter, Joiner, Receiver, check_departure, route_of
 from autopar.runtime.shipment import Wire
 
@@ -43,7 +43,7 @@ class Departure:
         check_departure(self.transfer, self._cutter.sharding, array)
         if not self.transfer.tiles:
             return {}
-        cells = self._cutter.cells(jax.random.key_data(array) if is_key(array) else array)
+        cells = self._cutter.cells(unwrapped(array))
         if not self._copies:
             return cells
         there = [cell.device for cell in cells.values()]
