@@ -3,19 +3,19 @@
 This is the referee of the planner: it reads nothing but the optimized HLO text of an executable and answers which
 collectives it runs, how often and over whom, how many FLOPs and bytes it takes, and from these the seconds of one step
 
-    Σ over instructions  trips · max(FLOPs / F, bytes / M)   +   Σ over collectives  trips · α-β time of their groups
+    Σ over kernels  trips · seconds of computing and moving   +   Σ over collectives  trips · α-β time of their groups
 
 and what memory costs that is new to every call, where a profile says so and the compiler how much it is;
 less what XLA:GPU hides of the collectives, on each device (all devices run the same program). XLA:CPU hides nothing; of TPUs it
 is not read, and there the sum is an upper bound that both sides of a comparison share.
 
 The other files of the family: ``hlo_parser`` (text to data), ``hlo_work`` (FLOPs and bytes of one instruction),
-``hlo_steps`` (what runs how often), ``hlo_collectives`` (who talks to whom), ``hlo_overlap`` (what is hidden).
+``hlo_steps`` (what runs how often), ``hlo_kernels`` (how long one kernel takes), ``hlo_collectives`` (who talks to whom),
+``hlo_overlap`` (what is hidden).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,15 +29,14 @@ from autopar.cost_model.hlo_collectives import (
     form_reduce_scatters,
     undo_widening,
 )
+from autopar.cost_model.hlo_kernels import Kernels
 from autopar.cost_model.hlo_overlap import hidden_seconds
-from autopar.cost_model.hlo_parser import HloComputation, HloInstruction, HloModule, numpy_dtype_name, parse_module
+from autopar.cost_model.hlo_parser import HloModule, parse_module
 from autopar.cost_model.hlo_steps import Step, bytes_of, executed_steps, flops_of, is_collective
-from autopar.cost_model.hlo_work import FlopCounter, family_of_convolution, instruction_bytes
+from autopar.cost_model.hlo_work import FlopCounter, instruction_bytes
 from autopar.cost_model.new_memory import new_memory_seconds
-from autopar.cost_model.roofline import convolution_seconds, operator_seconds
 from autopar.cost_model.waits import Waiting, waiting
 from autopar.errors import ClusterError
-from autopar.profile import ConvolutionFamily
 
 __all__ = [
     "CompiledProgram",
@@ -148,6 +147,7 @@ def step_seconds(
         )
     steps, notes = executed_steps(module)
     counter = FlopCounter(module)
+    kernels = Kernels(module, cluster, counter)
     compute_seconds = total_flops = total_bytes = since_seconds = 0.0
     worked_seconds: dict[str, float] = {}
     lengths: list[float] = []
@@ -156,14 +156,12 @@ def step_seconds(
         if is_collective(step.instruction):
             worked_seconds[step.instruction.name], since_seconds = since_seconds, 0.0
             continue
-        flops_by_dtype = counter.instruction(step.instruction, step.computation)
-        moved = instruction_bytes(step.instruction, step.computation, module)
-        seconds = _kernel_seconds(step, flops_by_dtype, moved, module, cluster)
+        seconds = kernels.seconds(step)
         since_seconds += seconds
         lengths[-1] = step.times * seconds
         compute_seconds += lengths[-1]
-        total_flops += step.times * flops_by_dtype.total()
-        total_bytes += step.times * moved
+        total_flops += step.times * counter.instruction(step.instruction, step.computation).total()
+        total_bytes += step.times * instruction_bytes(step.instruction, step.computation, module)
     ran = collectives_of(steps, module) if found is None else tuple(found)
     sent = [
         one.count * (_seconds_once(one, cluster) + _waiting(one, cluster)(worked_seconds.get(one.name, 0.0)))
@@ -206,36 +204,6 @@ def _hidden_seconds(steps: Sequence[Step], worked: Sequence[float], sent: Sequen
             for step, seconds in zip(steps, worked, strict=True)
         ],
     )
-
-
-def _kernel_seconds(
-    step: Step, flops_by_dtype: Counter[str], bytes_read_and_written: int, module: HloModule, cluster: Cluster
-) -> float:
-    """Seconds of one run of a step that is no collective."""
-    work = flops_by_dtype.total()
-    if not (work or bytes_read_and_written):
-        return 0.0
-    dtype = flops_by_dtype.most_common(1)[0][0] if flops_by_dtype else step.instruction.shape.dtype
-    amounts = work, bytes_read_and_written, numpy_dtype_name(dtype)
-    if (family := _family(step.instruction, step.computation, module)) is not None:
-        return convolution_seconds(*amounts, family, cluster)
-    return operator_seconds(*amounts, cluster, "dot_general" if _is_product(step.instruction, module) else "")
-
-
-def _is_product(instruction: HloInstruction, module: HloModule) -> bool:
-    """Whether a kernel is a matrix product, or a fusion around one."""
-    if instruction.opcode == "fusion":
-        return any(_is_product(inner, module) for inner in module.called(instruction, "calls")[0].instructions)
-    return instruction.opcode == "dot"
-
-
-def _family(instruction: HloInstruction, computation: HloComputation, module: HloModule) -> ConvolutionFamily | None:
-    """Of a convolution, or of that in a fusion."""
-    if instruction.opcode == "fusion":
-        fused = module.called(instruction, "calls")[0]
-        families = (_family(inner, fused, module) for inner in fused.instructions)
-        return next((family for family in families if family is not None), None)
-    return family_of_convolution(instruction, computation)
 
 
 def _waiting(collective: HloCollective, cluster: Cluster) -> Waiting:

@@ -32,7 +32,7 @@ Groups = tuple[tuple[int, ...], ...]
 _COMMENT = re.compile(r"/\*index=\d+\*/")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$")
 _INSTRUCTION = re.compile(r"(ROOT )?%?([\w.\-]+) = ")
-_ARRAY_SHAPE = re.compile(r"([a-z]\w*)\[([^\]]*)\](\{[^}]*\})?")
+_ARRAY_SHAPE = re.compile(r"([a-z]\w*)\[([^\]]*)\](\{([\d,]*)[^}]*\})?")
 _OPERAND_NAME = re.compile(r"%([\w.\-]+)")
 _PARENTHESIS = re.compile(r"[()]")
 _ATTRIBUTE_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}()\[\]]|, ')
@@ -76,6 +76,8 @@ class HloShape:
     parts: tuple[HloShape, ...] | None = None
     packed: bool = False
     """True where the layout says that elements of less than a byte are packed."""
+    minor_to_major: tuple[int, ...] = ()
+    """Dimensions as the layout names them, the one whose neighbours lie side by side first; empty where none is printed."""
 
     @cached_property
     def elements(self) -> int:
@@ -83,6 +85,11 @@ class HloShape:
         if self.parts is not None:
             return sum(part.elements for part in self.parts)
         return math.prod(self.dims)
+
+    @property
+    def major_to_minor(self) -> tuple[int, ...]:
+        """Dimensions from the one whose elements lie furthest apart to the one whose lie side by side."""
+        return self.minor_to_major[::-1] or tuple(range(len(self.dims)))
 
     @cached_property
     def itemsize_bits(self) -> int:
@@ -257,7 +264,7 @@ def parse_shape(text: str) -> HloShape:
             return HloShape(text)
         raise HloSyntaxError(f"cannot read the HLO shape {text[:80]!r}")
     extents = tuple(int(extent.strip("<= ")) for extent in found[2].split(",") if extent.strip("<= ?"))
-    return HloShape(found[1], extents, None, "E(" in (found[3] or ""))
+    return HloShape(found[1], extents, None, "E(" in (found[3] or ""), _numbers(found[4] or ""))
 
 
 def parse_module(text: str) -> HloModule:
