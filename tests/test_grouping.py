@@ -19,10 +19,10 @@ from tests.pipeline_enumerator import cluster_of
 NUM_LAYERS, HOSTS, DEVICES = 5, 2, 2
 
 
-def estimates_of(seed: int) -> Estimates:
-    """Layers of unlike costs, on parts that are a little slower than in proportion."""
+def estimates_of(seed: int, network: float = 1e6) -> Estimates:
+    """Layers of unlike costs, on parts that are a little slower than in proportion; bytes per second between hosts."""
     rng = np.random.default_rng(seed)
-    cluster = cluster_of(HOSTS, DEVICES, network=1e6)
+    cluster = cluster_of(HOSTS, DEVICES, network=network)
     order = host_order(cluster, range(HOSTS), stage_sizes(cluster))
     work = rng.uniform(1.0, 3.0, NUM_LAYERS)
     costs = {}
@@ -48,9 +48,9 @@ def test_the_bound_of_a_grouping_is_that_of_its_own_stages(seed: int, count: int
 
 
 @settings(max_examples=20)
-@given(st.integers(0, 2**32 - 1), st.sampled_from([8, 64]))
-def test_no_other_ends_on_the_same_devices_are_much_better(seed: int, count: int) -> None:
-    estimates = estimates_of(seed)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([8, 64]), st.sampled_from([1e6, 1e4, 3e2]))
+def test_no_other_ends_on_the_same_devices_are_much_better(seed: int, count: int, network: float) -> None:
+    estimates = estimates_of(seed, network)
     best = best_groupings(estimates, count)[0]
     stages = len(best.ends)
     others = [
@@ -58,6 +58,47 @@ def test_no_other_ends_on_the_same_devices_are_much_better(seed: int, count: int
         for ends in itertools.combinations(range(1, NUM_LAYERS), stages - 1)
     ]
     assert best.bound_seconds <= 1.02 * min(one.bound_seconds for one in others if one is not None)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 8, 64]), st.sampled_from([1e6, 1e4, 3e2]))
+def test_a_link_is_a_stage_as_well(seed: int, count: int, network: float) -> None:
+    """Every microbatch passes it in both directions, and no other does so meanwhile: worked out from the layers themselves."""
+    estimates = estimates_of(seed, network)
+    for one in best_groupings(estimates, count):
+        runs = list(zip(pairwise((0, *one.ends)), one.devices, strict=True))
+        parts = [estimates.costs[estimates.order.parts[devices[0], len(devices)]] for _, devices in runs]
+        stages = [
+            float((costs.microbatch_seconds(count) + costs.once_seconds / count)[start:end].sum())
+            for ((start, end), _), costs in zip(runs, parts, strict=True)
+        ]
+        links = []
+        for (_, source), ((start, _), target) in pairwise(runs):
+            is_far = source[-1] // DEVICES != target[0] // DEVICES
+            link = estimates.order.cluster.network_link if is_far else estimates.order.cluster.local_link
+            ways = max(1, len(source) // DEVICES) if is_far else len(source)
+            crossing = float(estimates.crossing_bytes[start]) * 8 / count
+            links.append(2 * link.latency_seconds + crossing / (link.bytes_per_second * ways))
+        slowest = max(*stages, *(seconds / 2 for seconds in links))
+        assert one.bound_seconds == pytest.approx(sum(stages) + sum(links) + (count - 1) * slowest)
+
+
+def test_what_would_hold_a_link_up_crosses_inside_a_host() -> None:
+    """The cut before the middle layer is the dear one; between hosts it would be slower than any stage, so it lies inside one."""
+    cluster = cluster_of(HOSTS, DEVICES, network=1e3)
+    order = host_order(cluster, range(HOSTS), stage_sizes(cluster))
+    work, none = np.array([1.0, 1.0, 1.0, 1.0]), np.zeros(4)
+    costs = {part: LayerCosts(8, work / part.num_devices, none, none, none, none) for part in order.firsts}
+    crossing = np.array([0.0, 10.0, 1e4, 10.0, 0.0])
+    estimates = Estimates(order, dict.fromkeys(order.firsts, 1e9), costs, crossing, 4)
+    for one in best_groupings(estimates, 64):
+        between_hosts = [
+            end
+            for (end, source), (_, target) in pairwise(zip(one.ends, one.devices, strict=True))
+            if source[-1] // DEVICES != target[0] // DEVICES
+        ]
+        if len(one.ends) < 4:  # four stages of a device each have to be cut there
+            assert 2 not in between_hosts
 
 
 @settings(max_examples=20)

@@ -1,16 +1,17 @@
 """Which consecutive layers make the stages, and how many devices has each?  By dynamic programming.
 
 For stages s = 1 … S of N microbatches, with t(i, j, n) the seconds of one microbatch in layers i … j−1 on n devices, u those
-of the update, c(j) those of what crosses before layer j,
+of the update, c(j) those of what crosses before layer j, there and back,
 
-    T ≤ Σ_s t_s + Σ c + (N − 1) · max_s (t_s + u_s / N) + max_s u_s                 (a bound: nothing is hidden)
+    T ≤ Σ_s t_s + Σ c + (N − 1) · max (max_s (t_s + u_s / N), max c / 2) + max_s u_s        (a bound: nothing is hidden)
 
 is minimised over all groupings whose stages fit: state + in-flight residuals ≤ budget, where the p-th stage from the end
 keeps min(N, p) microbatches in flight (1F1B), and none is known not to fit (:class:`TooLarge`).  As in Alpa (Zheng et al. 2022,
 section 5.2) the maximum is guessed, from small to large, and for each guess
 
-    g(p, i, d) = min { t(i, j, n) + c(j) + g(p − 1, j, d + n) : t + u/N ≤ guess }
+    g(p, i, d) = min { t(i, j, n) + c(j) + g(p − 1, j, d + n) : t + u/N ≤ guess, c(j)/2 ≤ guess }
 
+(a link that carries a message of every microbatch is as slow a stage as any other, in either direction)
 is the best for the layers from i and the devices from d in p stages.  A stage has a slice of a host or whole hosts; d says
 where a host ends, and which devices may be left idle there.  O(guesses · S · D · n · L²), vectorised over L².  The hosts stand in
 a given order, and runs of devices that are not alike have prices of their own (:mod:`autopar.inter_op.sites`).
@@ -18,9 +19,9 @@ a given order, and runs of devices that are not alike have prices of their own (
 Where stages share meshes, all of one size, stages are made as even as layers allow: the slowest is to be fastest.  With
 T_r = Σ (t + u/N) over the stages of mesh r, their bound and what they take if all messages are hidden are
 
-    T ≤ Σ_s t_s + Σ c + (N − 1) · max_r T_r + max_r Σ u            T ≥ N · max_r T_r + (P − 1) · min_s t_s
+    T ≤ Σ_s t_s + Σ c + (N − 1) · max_r (T_r, C_r / 2) + max_r Σ u            T ≥ N · max_r T_r + (P − 1) · min_s t_s
 
-(the latter for stages that are dealt round P meshes, and nearly equal).
+(the latter for stages that are dealt round P meshes, and nearly equal), with C_r what crosses behind the stages of mesh r.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ from autopar.inter_op.sites import HostOrder, ends_before, last_ends
 
 GUESSES = 24
 """So many values of the slowest stage's seconds are tried for each number of microbatches, and those of even stages."""
+
+THERE = 0.5
+"""Of what crosses there and back, what one direction of a link carries."""
 
 
 @dataclass(frozen=True)
@@ -122,11 +126,8 @@ def given_grouping(
         if not tables.fits(part, behind)[start, end]:
             return None
     seconds = [float(tables.seconds[part][run]) for run, part in runs]
-    crossing = sum(
-        float(tables.crossing_seconds(source, target)[end])
-        for (source, target), end in zip(pairwise(places), ends, strict=False)
-    )
-    bound = sum(seconds) + crossing + (count - 1) * max(seconds)
+    crossing = tables.crossing_of(ends, places)
+    bound = sum(seconds) + sum(crossing) + (count - 1) * _slowest(seconds, crossing)
     return Grouping(count, ends, tuple(map(order.devices, places)), bound, hosts=order.hosts)
 
 
@@ -154,17 +155,21 @@ def shared_grouping(
         on_mesh[2, home] += (tables.state[slowest_part] + tables.residual[slowest_part])[start, end]
     if on_mesh[2].max() > min(estimates.budgets[part] for part in known):
         return None
-    crossing = sum(
-        tables.crossing_seconds(*sorted((meshes[homes[at]], meshes[homes[at + 1]])))[end]
-        for at, end in enumerate(ends[:-1])
-        if homes[at] != homes[at + 1]
-    )
-    fill = sum(seconds[start, end] - once[start, end] / count for start, end in runs) + crossing
+    crossing = np.zeros(max(homes) + 1)
+    for home, following, end in zip(homes, homes[1:], ends, strict=False):
+        if home != following:
+            crossing[home] += tables.crossing_seconds(*sorted((meshes[home], meshes[following])))[end]
+    fill = sum(seconds[start, end] - once[start, end] / count for start, end in runs) + crossing.sum()
     slowest = float(on_mesh[0].max())
-    bound = float(fill + (count - 1) * slowest + on_mesh[1].max())
+    bound = float(fill + (count - 1) * _slowest(on_mesh[0], crossing) + on_mesh[1].max())
     waiting = max(homes) * min(float(seconds[start, end] - once[start, end] / count) for start, end in runs)
     devices = tuple(order.devices(meshes[home]) for home in homes)
     return Grouping(count, ends, devices, bound, count * slowest + waiting, homes, order.hosts)
+
+
+def _slowest(stages: Iterable[float], crossing: Iterable[float]) -> float:
+    """What a microbatch takes at least after the one before: a link in either direction is a stage too."""
+    return float(max((*stages, *(THERE * seconds for seconds in crossing))))
 
 
 def _even_ends(seconds: np.ndarray, stages: int) -> tuple[int, ...]:
@@ -207,13 +212,16 @@ class _Tables:
         self._passages: dict[tuple[int, int, int], np.ndarray] = {}
 
     def guesses(self) -> Iterator[float]:
-        """Seconds of the slowest stage, from small to large; those of even stages on equally many devices are among them."""
+        """Seconds of the slowest stage, from small to large; those of even stages on equally many devices are among them, and
+        those of links between hosts.
+        """
         values = np.unique(np.concatenate([t[np.isfinite(t)] for t in self.seconds.values()]))
         floor = min(float(np.diag(t, 1).max()) for t in self.seconds.values())
         values = values[values >= floor * (1 - 1e-9)]
         if len(values) > GUESSES:
             values = values[np.unique(np.geomspace(1, len(values), GUESSES).astype(int) - 1)]
-        yield from sorted({*map(float, values), *self._even()})
+        links = THERE * self._far_seconds()
+        yield from sorted({*map(float, values), *self._even(), *map(float, links[links > floor])})
 
     def _even(self) -> Iterator[float]:
         """Seconds of the slowest stage where all have the same number of devices and are as even as layers allow."""
@@ -232,6 +240,13 @@ class _Tables:
         else:
             link, ways = cluster.local_link, size
         return 2 * link.latency_seconds + self._bytes / (link.bytes_per_second * ways)
+
+    def _far_seconds(self) -> np.ndarray:
+        """Of what crosses before each layer from the first host to the next, if there is one."""
+        cluster = self._estimates.order.cluster
+        if cluster.hosts == 1:
+            return np.zeros(0)
+        return self.crossing_seconds((cluster.devices_per_host - 1,), (cluster.devices_per_host,))
 
     def solve(self, guess: float) -> list[tuple[float, tuple[int, ...], tuple[tuple[int, ...], ...]]]:
         """For each number of stages: seconds, ends, places of the best grouping whose stages take at most ``guess``."""
@@ -266,16 +281,25 @@ class _Tables:
                     continue
                 after = np.stack([one.seconds for one in followings])
                 if last > 1:
-                    after = after + np.stack([self._passage(one.end - size, one.end, one.start) for one in followings])
+                    passages = np.stack([self._passage(one.end - size, one.end, one.start) for one in followings])
+                    after = np.where(THERE * passages <= guess * (1 + 1e-9), after + passages, np.inf)
                 sums = seconds[None, :, :] + after[:, None, :]
                 ends = sums.argmin(axis=2)
                 best = np.take_along_axis(sums, ends[:, :, None], axis=2)[:, :, 0]
                 yield _Offers(size, followings, best, ends)
 
     def slowest(self, ends: Sequence[int], places: Sequence[Sequence[int]]) -> float:
-        """Seconds of the slowest of given stages; a guess is seldom met exactly."""
+        """Seconds of the slowest of given stages and links; a guess is seldom met exactly."""
         parts = [self._estimates.order.parts[run[0], len(run)] for run in places]
-        return max(float(self.seconds[part][run]) for part, run in zip(parts, pairwise((0, *ends)), strict=True))
+        stages = [float(self.seconds[part][run]) for part, run in zip(parts, pairwise((0, *ends)), strict=True)]
+        return _slowest(stages, self.crossing_of(ends, places))
+
+    def crossing_of(self, ends: Sequence[int], places: Sequence[Sequence[int]]) -> list[float]:
+        """Seconds of what crosses behind each of given stages but the last."""
+        return [
+            float(self.crossing_seconds(source, target)[end])
+            for (source, target), end in zip(pairwise(places), ends, strict=False)
+        ]
 
     def _passage(self, start: int, end: int, next_start: int) -> np.ndarray:
         run = start, end, next_start

@@ -10,8 +10,8 @@ Of small programs step 3 is done again without the stages that turned out not to
 
 The bound of step 3 hides nothing behind anything; a grouping is planned as long as its bound, less all that could be hidden,
 may still beat the best pipeline so far, ``MOST_PLANNED`` of them at most (fewer of large programs).  Of programs that are not
-large, more and fewer microbatches are tried first, as long as that is faster; last, the best pipeline's stages try to end a
-layer earlier or later, and to lie on their other meshes.
+large, more and fewer microbatches are tried first, as long as that is faster; last, the stages of the best pipeline, and of the
+best in another number of stages, try to end a layer earlier or later, and those of the best to lie on their other meshes.
 
 Behind these come stages that are dealt round (:mod:`autopar.inter_op.dealing`), where even with all messages hidden, and the
 bubble as short as it then is, they would be faster than the best pipeline so far.  What they save, a part of the bubble, they
@@ -25,7 +25,7 @@ ZB-H1 exceeds the budget; of a large program only the fastest pipeline is tried 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -59,6 +59,9 @@ What integer programs say of stages is within two thousandths of what their simu
 
 MOST_DEALT = 3
 """So many groupings whose stages are dealt round are planned exactly; of a large program one."""
+
+MOST_STARTS = 2
+"""So many pipelines of a small program move the ends of their stages."""
 
 SPLIT_SCHEDULES = (Schedule.ZERO_BUBBLE_H1, Schedule.ZERO_BUBBLE_H2)
 """With the gradients of weights apart; on every mesh the second holds as many microbatches as the first, or more."""
@@ -106,7 +109,8 @@ class _Search:
         """What is to be beaten; without pipelines tried with the gradients of weights apart, which bounds do not allow for."""
         self._best: PipelineFound | None = None
         self._grouping: Grouping | None = None
-        self._planned: set[tuple[int, tuple[int, ...], tuple[tuple[int, ...], ...], tuple[int, ...] | None]] = set()
+        self._planned: dict[Hashable, tuple[float, Grouping]] = {}
+        """Step seconds of what was planned, infinite where it does not fit."""
         self._fastest: list[PipelineFound] = []
         self._least_seconds = float("inf")
         """Of the groupings of a large program that were planned, what integer programs say of the best."""
@@ -147,7 +151,8 @@ class _Search:
         if self._wanted.may_be_dealt:
             self._deal(MOST_DEALT if self.is_small else 1, nearly)
         if self._best is not None and self.is_small:
-            self._climb()
+            for start in self._starts():
+                self._climb(start)
             self._best = self._candidates.planner(self._best.count).refined(self._best)
             self._enough = self._best.step_seconds
         if not self.is_small:
@@ -237,20 +242,37 @@ class _Search:
                 if self._best is not None and self._enough >= before:
                     break
 
-    def _climb(self) -> None:
-        """Move single ends of the best pipeline's stages by a layer, as long as that makes it faster; likewise devices."""
-        before = None
-        while self._grouping is not None and self._grouping is not before:
-            before = self._grouping
+    def _starts(self) -> list[Grouping]:
+        """What climbs: the best pipeline's stages, and the fastest in another number of stages, if it is nearly as fast.
+
+        Which of the numbers is the best shows only when stages end where they should: bounds know little of messages.
+        """
+        if (best := self._grouping) is None:
+            return []
+        planned = sorted(self._planned.values(), key=lambda one: one[0])
+        nearly = NEARLY * self._enough_whole
+        others = (one for seconds, one in planned if len(one.ends) != len(best.ends) and seconds <= nearly)
+        return [*itertools.islice((one for one in others if one.homes is None), MOST_STARTS - 1), best]
+
+    def _climb(self, start: Grouping) -> None:
+        """Move single ends of a pipeline's stages by a layer, as long as that makes it faster; likewise devices."""
+        best, before = start, None
+        while best is not before:
+            before = best
             last = before.ends[-1]
             for number, end in enumerate(before.ends[:-1]):
                 for moved in (end - 1, end + 1):
                     ends = (*before.ends[:number], moved, *before.ends[number + 1 :])
                     if all(a < b for a, b in pairwise((0, *ends))) and ends[-1] == last:
-                        self._plan(replace(before, ends=ends))
-            self._move_devices(before)
+                        self._plan(other := replace(before, ends=ends))
+                        best = min(best, other, key=self._seconds_of)
+            best = min((best, *self._move_devices(before)), key=self._seconds_of)
 
-    def _move_devices(self, grouping: Grouping) -> None:
+    def _seconds_of(self, grouping: Grouping) -> float:
+        """Of the step of a grouping that was planned."""
+        return self._planned.get(_key(grouping), (float("inf"), grouping))[0]
+
+    def _move_devices(self, grouping: Grouping) -> Iterator[Grouping]:
         """Plan what is near a grouping, on devices that halves do not fill, and may be faster than the best pipeline."""
         estimates = self._candidates.estimates_of(grouping)
         order = estimates.order
@@ -261,16 +283,16 @@ class _Search:
                 other = given_grouping(estimates, grouping.count, ends, places)
                 if other is not None and other.bound_seconds <= NEARLY * self._enough_whole:
                     self._plan(other)
+                    yield other
 
     def _plan(self, grouping: Grouping) -> bool:
         """Plan a grouping exactly, under every schedule that is allowed, unless that was done before.
 
         Returns False for a grouping of a large program that was bounded, and given up as too slow.
         """
-        key = (grouping.count, grouping.ends, grouping.devices, grouping.homes)
-        if key in self._planned or not (schedules := self._candidates.schedules(grouping)):
+        if _key(grouping) in self._planned or not (schedules := self._candidates.schedules(grouping)):
             return True
-        self._planned.add(key)
+        self._planned[_key(grouping)] = float("inf"), grouping
         first, *others = schedules
         arrangement = self._candidates.arranged(grouping, first)
         if arrangement is None:
@@ -303,6 +325,7 @@ class _Search:
             free_seconds = min(planner.free_seconds(replace(arrangement, schedule=one)) for one in schedules)
             self.lacks_memory = self.lacks_memory or free_seconds < fastest
         for candidate in itertools.chain(candidates, self._split(found) if self.is_small else ()):
+            self._planned[_key(grouping)] = min(self._seconds_of(grouping), candidate.step_seconds), grouping
             if self._take(candidate):
                 self._grouping = grouping
         return True
@@ -331,3 +354,8 @@ class _Search:
             if (found := planner.with_hosts(replace(arrangement, schedule=schedule), give_up_seconds)) is not None:
                 return found, ()
         return None, too_large
+
+
+def _key(grouping: Grouping) -> Hashable:
+    """What tells groupings apart: all but their bounds."""
+    return grouping.count, grouping.ends, grouping.devices, grouping.homes
