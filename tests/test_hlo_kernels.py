@@ -65,8 +65,25 @@ STRAIGHT = 2 * 4 * SIZE / 1e9
         ),
         # a dimension of one element may stand anywhere
         (f"transpose(%p), dimensions={{1,0,2}}, p=f32[1,{ROWS},{COLUMNS}], to=f32[{ROWS},1,{COLUMNS}]", STRAIGHT),
+        # heads come before time: the 16 numbers of a head at a time fill a cache line
+        (
+            f"transpose(%p), dimensions={{1,0,2}}, p=f32[{ROWS},{COLUMNS // 16},16], to=f32[{COLUMNS // 16},{ROWS},16]",
+            STRAIGHT,
+        ),
+        (
+            f"transpose(%p), dimensions={{1,0,2}}, p=f32[{ROWS},{COLUMNS // 8},8], to=f32[{COLUMNS // 8},{ROWS},8]",
+            TURNED,
+        ),
     ],
-    ids=["copy turned", "copy", "transposed", "transposed in name only", "a dimension of one"],
+    ids=[
+        "copy turned",
+        "copy",
+        "transposed",
+        "transposed in name only",
+        "a dimension of one",
+        "long runs",
+        "short runs",
+    ],
 )
 @pytest.mark.parametrize("fused", [False, True], ids=["alone", "in a fusion"])
 def test_what_lies_in_another_order_afterwards_is_turned(line: str, seconds: float, fused: bool) -> None:

@@ -282,3 +282,31 @@ def test_an_operand_in_another_order_is_copied_once() -> None:
     assert copied[0][1] == pytest.approx(2 * 4 * math.prod(SEQUENCES) * SIDE / rate)
     reads = re.findall(r"f32\[32,512\]\S* (?:fusion|copy|transpose)\(", made.as_text())
     assert len(reads) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------ products
+
+
+def test_a_product_reads_all_of_both_pieces() -> None:
+    """Cut into rows over eight devices, each reads its own of the one and the whole of the other: as the compiled one."""
+
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return w, x @ w
+
+    w, x = jax.ShapeDtypeStruct((256, 512), "float32"), jax.ShapeDtypeStruct((64, 256), "float32")
+    cluster = Cluster.local()
+    compiled = autopar.parallelize(step, cluster=cluster, method="data_parallel").compile(w, x)
+    (product,) = (
+        run
+        for run in run_costs(compiled.program, fuse(compiled.subject.graph), cluster)
+        if run.operator.primitive == "dot_general"
+    )
+    assert product.bytes_moved == 4 * (256 * 512 + (64 * 256 + 64 * 512) / 8)
+    module = parse_module(compiled.as_text())
+    read = [
+        computation.operand_shapes(instruction)
+        for computation in module.computations.values()
+        for instruction in computation.instructions
+        if instruction.opcode == "dot"
+    ]
+    assert [sum(shape.size_bytes for shape in shapes) for shapes in read] == [4 * (256 * 512 + 64 * 256 / 8)]

@@ -6,9 +6,9 @@ With one, as measured, and from the text alone: a kernel (an instruction, or a f
     max( Σ products p(FLOPs, bytes) + Σ others FLOPs · rate,   (bytes − turned) / M + turned / T )
 
 where *p* is the curve of products or of a family of convolutions; *rate* that of the primitive that an opcode comes from, of
-a reduction as its elements lie in memory; *T* the rate of copies whose dimensions lie in another order afterwards, and
-*turned* their bytes.  M is that of bytes which left the caches long ago where a kernel of the entry reads an argument of the step
-and makes one of its results: parameters and state of the optimizer, last touched a step ago.
+a reduction as its elements lie in memory; *T* the rate of copies after which elements lie elsewhere one by one, not in runs
+of a cache line or more, and *turned* their bytes.  M is that of bytes which left the caches long ago where a kernel of the entry
+reads an argument of the step and makes one of its results: parameters and state of the optimizer, last touched a step ago.
 
 An opcode says less than the primitive it came from.  Integer shifts, ands, ors and xors are taken for those of random bits, of
 which they are the costly kind; a running sum is a window or a tree of additions, and priced as such.
@@ -16,10 +16,10 @@ which they are the costly kind; a running sum is a window or a tree of additions
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import takewhile
 from types import MappingProxyType
 
 from autopar.cluster import Cluster
@@ -56,6 +56,8 @@ _FOLDS: Mapping[str, str] = MappingProxyType({"add": "sum", "maximum": "max", "m
 """Of reductions and windows, by the last opcode of what they fold with."""
 _OF_RANDOM_BITS = frozenset(("and", "or", "shift-left", "shift-right-arithmetic", "shift-right-logical", "xor"))
 _PRODUCTS = frozenset(("dot", "ragged-dot", "custom-call"))
+_LINE_BITS = 512
+"""Of a cache line: whatever is moved in runs as long goes as fast as what lies in one piece."""
 _RENAMES = frozenset(("bitcast", "get-tuple-element", "reshape", "tuple"))
 
 
@@ -168,15 +170,19 @@ def _bytes_of(instruction: HloInstruction, computation: HloComputation) -> int:
 
 
 def _turned_bytes(instruction: HloInstruction, computation: HloComputation) -> int:
-    """What a copy or a transposition reads and writes, if elements lie in another order afterwards."""
+    """What a copy or a transposition reads and writes, if elements that lay side by side do so no more."""
     if instruction.opcode not in ("copy", "transpose"):
         return 0
     before, after = computation.operand(instruction, 0).shape, instruction.shape
     if before.parts is not None:
         return 0
     came_from: Sequence[int] = instruction.dims("dimensions") or range(len(after.dims))
-    kept = [came_from[dim] for dim in _lying(after)] == list(_lying(before))
-    return 0 if kept else before.size_bytes + after.size_bytes
+    there, here = list(_lying(before)), [came_from[dim] for dim in _lying(after)]
+    if there == here:
+        return 0
+    kept = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(reversed(there), reversed(here), strict=True))
+    run_bits = before.itemsize_bits * math.prod(before.dims[dim] for dim, _ in kept)
+    return 0 if run_bits >= _LINE_BITS else before.size_bytes + after.size_bytes
 
 
 def _row(operand: HloShape, reduced: tuple[int, ...]) -> int | None:
@@ -184,7 +190,7 @@ def _row(operand: HloShape, reduced: tuple[int, ...]) -> int | None:
     inner_first = list(_lying(operand))[::-1]
     if inner_first and inner_first[0] not in reduced:
         return None
-    return math.prod(operand.dims[dim] for dim in takewhile(reduced.__contains__, inner_first))
+    return math.prod(operand.dims[dim] for dim in itertools.takewhile(reduced.__contains__, inner_first))
 
 
 def _lying(shape: HloShape) -> Iterator[int]:

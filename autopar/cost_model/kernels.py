@@ -2,7 +2,8 @@
 
 An axis that cuts a factor divides the work by its size; an axis that cuts nothing saves nothing.  The bytes are those
 of the local shards that the fusion model says are really read or written, and in each kernel never more than the
-operator's own share of what it touches (slices, gathers and scatters touch less than the arrays they are given).
+operator's own share of what it touches (slices, gathers and scatters touch less than the arrays they are given); a product
+reads all of both pieces, however few of its factors are cut in either.
 A reduction is priced by how the elements of one result lie in the device's piece: in long rows, in short ones, or apart.
 """
 
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from autopar.cluster import Cluster, Mesh
-from autopar.cost_model.roofline import Reduction, convolution_seconds, operator_seconds, reduction_seconds
+from autopar.cost_model.roofline import PRODUCTS, Reduction, convolution_seconds, operator_seconds, reduction_seconds
 from autopar.graph.ir import Operator, Phase, Value
 from autopar.plan import Strategy
 from autopar.profile import ConvolutionFamily, convolution_family
@@ -60,8 +61,9 @@ def kernel_cost(kernel: Kernel, strategy: Strategy, mesh: Mesh, cluster: Cluster
         value = kernel.results[position]
         layout = strategy.result(operator.rule, position, mesh)
         traffic += value.itemsize_bytes * math.prod(local_shape(value.shape, layout, mesh))
-    repeats = max(Counter(kernel.reads).values(), default=1)
-    traffic = min(traffic, repeats * operator.bytes_moved / pieces)
+    if operator.primitive not in PRODUCTS:
+        repeats = max(Counter(kernel.reads).values(), default=1)
+        traffic = min(traffic, repeats * operator.bytes_moved / pieces)
     flops = operator.flops / pieces
     dtype = kernel.results[0].dtype if kernel.results else "float32"
     if operator.primitive == "conv_general_dilated":
