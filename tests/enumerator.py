@@ -345,8 +345,10 @@ class _Enumerator:
         for k in self.fusion.writes(operator):
             traffic += self.graph.values[operator.results[k]].size_bytes / self._pieces(left[k])
         dtype = self.graph.values[operator.results[0]].dtype
-        repeats = max(map(self.fusion.reads[operator.id].count, self.fusion.reads[operator.id]), default=1)
-        return self._roofline(operator.flops / pieces, min(traffic, repeats * operator.bytes_moved / pieces), dtype)
+        if operator.primitive not in ("dot_general", "conv_general_dilated"):  # which read all of what they are given
+            repeats = max(map(self.fusion.reads[operator.id].count, self.fusion.reads[operator.id]), default=1)
+            traffic = min(traffic, repeats * operator.bytes_moved / pieces)
+        return self._roofline(operator.flops / pieces, traffic, dtype)
 
     def _at_once(self, operator: Operator, left: list[Layout], compared: set[str]) -> float:
         """All-reduces that cannot wait: of maxima and minima, and of the sums in scalars that are no nodes."""
