@@ -156,12 +156,14 @@ def step_seconds(
         if is_collective(step.instruction):
             worked_seconds[step.instruction.name], since_seconds = since_seconds, 0.0
             continue
-        seconds = kernels.seconds(step)
+        flops_by_dtype = counter.instruction(step.instruction, step.computation)
+        moved = instruction_bytes(step.instruction, step.computation, module)
+        seconds = kernels.seconds(step, flops_by_dtype, moved)
         since_seconds += seconds
         lengths[-1] = step.times * seconds
         compute_seconds += lengths[-1]
-        total_flops += step.times * counter.instruction(step.instruction, step.computation).total()
-        total_bytes += step.times * instruction_bytes(step.instruction, step.computation, module)
+        total_flops += step.times * flops_by_dtype.total()
+        total_bytes += step.times * moved
     ran = collectives_of(steps, module) if found is None else tuple(found)
     sent = [
         one.count * (_seconds_once(one, cluster) + _waiting(one, cluster)(worked_seconds.get(one.name, 0.0)))

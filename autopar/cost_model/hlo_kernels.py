@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
@@ -25,8 +26,8 @@ from types import MappingProxyType
 from autopar.cluster import Cluster
 from autopar.cost_model.hlo_parser import HloComputation, HloInstruction, HloModule, HloShape, numpy_dtype_name
 from autopar.cost_model.hlo_steps import Step
-from autopar.cost_model.hlo_work import FlopCounter, family_of_convolution, instruction_bytes
-from autopar.cost_model.roofline import Reduction, convolution_seconds, operator_seconds, reduction_seconds
+from autopar.cost_model.hlo_work import FlopCounter, alias_source, family_of_convolution
+from autopar.cost_model.roofline import Reduction, convolution_seconds, operator_seconds, reduction_seconds, row_of
 from autopar.graph.flops import WEIGHTS
 from autopar.profile import ConvolutionFamily, Profile
 
@@ -68,11 +69,9 @@ class Kernels:
         self._module, self._cluster, self._counter = module, cluster, counter
         self._fused: dict[str, tuple[float, int]] = {}
 
-    def seconds(self, step: Step) -> float:
-        """Of one run of a step that is no collective, on one device."""
+    def seconds(self, step: Step, work: Counter[str], moved: int) -> float:
+        """Of one run of a step that is no collective, on one device; its FLOPs by dtype and bytes are known already."""
         instruction, computation = step.instruction, step.computation
-        moved = instruction_bytes(instruction, computation, self._module)
-        work = self._counter.instruction(instruction, computation)
         if not (work or moved):
             return 0.0
         if (profile := self._cluster.profile) is None:
@@ -122,7 +121,9 @@ class Kernels:
     def _reducing(self, operand: HloShape, instruction: HloInstruction, dtype: str) -> float:
         if (fold := self._fold(instruction)) == "tuple":  # the greatest and its place
             return operator_seconds(operand.elements, 0.0, dtype, self._cluster, "argmax")
-        reduction = Reduction(f"reduce_{fold}", _row(operand, instruction.dims("dimensions")))
+        reduction = Reduction(
+            f"reduce_{fold}", row_of(operand.dims, operand.major_to_minor, instruction.dims("dimensions"))
+        )
         return reduction_seconds(operand.elements, 0.0, dtype, reduction, self._cluster)
 
     def _family(self, instruction: HloInstruction, computation: HloComputation) -> ConvolutionFamily | None:
@@ -140,7 +141,7 @@ class Kernels:
         entry = self._module.entry
         if step.computation is not entry or step.instruction.name not in self._results:
             return False
-        operands = (_origin(entry.by_name[name], entry) for name in step.instruction.operands)
+        operands = (alias_source(entry.by_name[name], entry) for name in step.instruction.operands)
         return any(operand.opcode == "parameter" for operand in operands)
 
     @cached_property
@@ -155,12 +156,6 @@ class Kernels:
             else:
                 found.add(instruction.name)
         return frozenset(found)
-
-
-def _origin(instruction: HloInstruction, computation: HloComputation) -> HloInstruction:
-    while instruction.opcode in _RENAMES and instruction.operands:
-        instruction = computation.operand(instruction, 0)
-    return instruction
 
 
 def _bytes_of(instruction: HloInstruction, computation: HloComputation) -> int:
@@ -183,14 +178,6 @@ def _turned_bytes(instruction: HloInstruction, computation: HloComputation) -> i
     kept = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(reversed(there), reversed(here), strict=True))
     run_bits = before.itemsize_bits * math.prod(before.dims[dim] for dim, _ in kept)
     return 0 if run_bits >= _LINE_BITS else before.size_bytes + after.size_bytes
-
-
-def _row(operand: HloShape, reduced: tuple[int, ...]) -> int | None:
-    """How many elements of one result of a reduction lie one after the other; None where neighbours belong to others."""
-    inner_first = list(_lying(operand))[::-1]
-    if inner_first and inner_first[0] not in reduced:
-        return None
-    return math.prod(operand.dims[dim] for dim in itertools.takewhile(reduced.__contains__, inner_first))
 
 
 def _lying(shape: HloShape) -> Iterator[int]:

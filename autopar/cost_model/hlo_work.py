@@ -303,7 +303,8 @@ def _overwritten_bytes(instruction: HloInstruction, computation: HloComputation)
     return sum(computation.operand(instruction, first + index).shape.size_bytes for index in range(targets))
 
 
-def _alias_source(instruction: HloInstruction, computation: HloComputation) -> HloInstruction:
+def alias_source(instruction: HloInstruction, computation: HloComputation) -> HloInstruction:
+    """What an instruction only gives another shape."""
     while instruction.opcode in _ALIASING:
         instruction = computation.operand(instruction, 0)
     return instruction
@@ -314,14 +315,14 @@ def _updates_in_place(instruction: HloInstruction, fused: HloComputation) -> boo
     return (
         instruction.opcode in _IN_PLACE
         and instruction.shape.parts is None
-        and _alias_source(fused.operand(instruction, 0), fused).opcode == "parameter"
+        and alias_source(fused.operand(instruction, 0), fused).opcode == "parameter"
     )
 
 
 def _results(fused: HloComputation) -> list[HloInstruction]:
     root = fused.root
     roots = [root] if root.opcode != "tuple" else [fused.by_name[name] for name in root.operands]
-    return [_alias_source(result, fused) for result in roots]
+    return [alias_source(result, fused) for result in roots]
 
 
 def _written_bytes(fused: HloComputation) -> int:

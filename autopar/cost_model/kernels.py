@@ -12,10 +12,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from itertools import takewhile
 
 from autopar.cluster import Cluster, Mesh
-from autopar.cost_model.roofline import PRODUCTS, Reduction, convolution_seconds, operator_seconds, reduction_seconds
+from autopar.cost_model.roofline import (
+    PRODUCTS,
+    Reduction,
+    convolution_seconds,
+    operator_seconds,
+    reduction_seconds,
+    row_of,
+)
 from autopar.graph.ir import Operator, Phase, Value
 from autopar.plan import Strategy
 from autopar.profile import ConvolutionFamily, convolution_family
@@ -83,11 +89,7 @@ def _row(kernel: Kernel, strategy: Strategy, mesh: Mesh) -> int | None:
     operator, operand = kernel.operator, kernel.operands[0]
     assert operand is not None
     shape = local_shape(operand.shape, strategy.operand(operator.rule, 0, mesh), mesh)
-    reduced = operator.equation.params["axes"]
-    inner_first = [dim for dim in reversed(range(len(shape))) if shape[dim] > 1]
-    if inner_first and inner_first[0] not in reduced:
-        return None
-    return math.prod(shape[dim] for dim in takewhile(reduced.__contains__, inner_first))
+    return row_of(shape, range(len(shape)), operator.equation.params["axes"])
 
 
 def _family(kernel: Kernel, strategy: Strategy, mesh: Mesh) -> ConvolutionFamily:

@@ -18,6 +18,9 @@ The passes themselves read what the kernel before has written.
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from autopar.cluster import Cluster
@@ -37,6 +40,17 @@ class Reduction:
 
     primitive: str
     row: int | None
+
+
+def row_of(shape: Sequence[int], lying: Iterable[int], reduced: Container[int]) -> int | None:
+    """How many elements of one result of a reduction lie one after the other; None where neighbours belong to others.
+
+    ``lying`` are the dimensions in the order in which they lie in memory, the slowest first.
+    """
+    inner_first = [dim for dim in lying if shape[dim] > 1][::-1]
+    if inner_first and inner_first[0] not in reduced:
+        return None
+    return math.prod(shape[dim] for dim in itertools.takewhile(reduced.__contains__, inner_first))
 
 
 def operator_seconds(

@@ -297,7 +297,7 @@ class _Tables:
     def crossing_of(self, ends: Sequence[int], places: Sequence[Sequence[int]]) -> list[float]:
         """Seconds of what crosses behind each of given stages but the last."""
         return [
-            float(self.crossing_seconds(source, target)[end])
+            float(self._passage(source[0], source[-1] + 1, target[0])[end])
             for (source, target), end in zip(pairwise(places), ends, strict=False)
         ]
 

@@ -290,9 +290,10 @@ class _Search:
 
         Returns False for a grouping of a large program that was bounded, and given up as too slow.
         """
-        if _key(grouping) in self._planned or not (schedules := self._candidates.schedules(grouping)):
+        key = _key(grouping)
+        if key in self._planned or not (schedules := self._candidates.schedules(grouping)):
             return True
-        self._planned[_key(grouping)] = float("inf"), grouping
+        self._planned[key] = float("inf"), grouping
         first, *others = schedules
         arrangement = self._candidates.arranged(grouping, first)
         if arrangement is None:
@@ -325,7 +326,7 @@ class _Search:
             free_seconds = min(planner.free_seconds(replace(arrangement, schedule=one)) for one in schedules)
             self.lacks_memory = self.lacks_memory or free_seconds < fastest
         for candidate in itertools.chain(candidates, self._split(found) if self.is_small else ()):
-            self._planned[_key(grouping)] = min(self._seconds_of(grouping), candidate.step_seconds), grouping
+            self._planned[key] = min(self._planned[key][0], candidate.step_seconds), grouping
             if self._take(candidate):
                 self._grouping = grouping
         return True
