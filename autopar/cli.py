@@ -133,12 +133,13 @@ def _profile(given: argparse.Namespace) -> int:
     if given.out is not None:
         _check_out(given.out)
     _make_devices(given.devices)
-    from autopar.measure import FULL, QUICK, measure, profile_rows
+    from autopar import efforts
+    from autopar.measure import measure, profile_rows
     from autopar.profile_file import default_path, save_profile
     from autopar.progress import Progress
 
     with Progress("profile") as progress:
-        profile = measure(QUICK if given.quick else FULL, progress.say)
+        profile = measure(efforts.QUICK if given.quick else efforts.FULL, progress.say)
     path = given.out or default_path(profile.platform, profile.device_kind, profile.num_devices)
     save_profile(profile, path)
     _print_measured(f"{profile.num_devices} × {profile.device_kind}, {profile.machine}", profile_rows(profile), path)

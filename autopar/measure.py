@@ -3,8 +3,8 @@
 Each is timed inside an executable over all devices at once, as a train step runs it (:mod:`autopar.bench`), collectives as
 :mod:`autopar.measured_collectives` says.
 
-Elementwise kernels would be fused into one, so theirs is a loop; a trip runs four kernels, three of them (the counter's) on
-single numbers, and those are taken off again as three quarters of a trip of the same loop over one element on each device.
+How kernels other than products are repeated differs between processors (:mod:`autopar.measured_loops`) and accelerators
+(:mod:`autopar.measured_queues`).
 
 Memory that is new to a call has to be mapped and cleared by the operating system.  It is timed as what calls that return
 new arrays take longer than calls that take over the memory of their arguments.  Allocators keep some of what they are given
@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,15 +23,18 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autopar.bench import CHAIN, SPEC, Bench, spread
+from autopar.bench import CHAIN, SPEC, Bench
 from autopar.cluster import Cluster, Platform
 from autopar.cores import quota_cores
+from autopar.efforts import FULL, Effort
 from autopar.errors import ClusterError
 from autopar.host_memory import keep_freed_memory
 from autopar.measured_collectives import collective_curves, group_sizes, share_cores, waiting_seconds
-from autopar.measured_convolutions import CONVOLUTIONS, Convolution
+from autopar.measured_convolutions import Convolution
 from autopar.measured_exchanges import SelfExchange
-from autopar.measured_operations import LONG_ROWS, OF_COLUMNS, OPERATIONS, SHORT_ROW, SHORT_ROWS, Operation
+from autopar.measured_loops import LoopedKernels
+from autopar.measured_operations import Operation
+from autopar.measured_queues import QueuedKernels
 from autopar.measured_worlds import Asked, world_curves
 from autopar.profile import (
     SKINNINESS,
@@ -54,69 +56,8 @@ from autopar.timing import LEAST_SECONDS, Timer, timer_of
 CALL_ARGUMENTS = 64
 """About as many arrays as an executable of a pipeline is given."""
 ALONE_SIDE = 512
-KERNELS_OF_A_TRIP = 4
-LEAST_TRIPS, MOST_TRIPS, MOST_LOOPED_BYTES = 32, 512, 1 << 28
-"""Of a loop: enough for its trips to outweigh the call, which allocates the result anew; few enough to end soon."""
-MOST_PIECES, NEAR_BYTES = 16, 1 << 25
-"""Elementwise kernels take turns on so many arrays, of at most so many bytes in all on each device: a pass comes back to a
-small array soon, to a large one when it has left the caches."""
 FRESH_ARRAYS, FRESH_BYTES = 8, 1 << 25
 """New arrays are returned so many at a time, of at most so many bytes in all on each device (but one at least)."""
-
-
-@dataclass(frozen=True)
-class Effort:
-    """What is measured, and how long.
-
-    ``full_bytes`` are the sizes of collectives (as in :mod:`autopar.cost_model.collectives`), ``sides`` the side lengths of
-    square products, ``array_bytes`` the sizes of elementwise kernels' arrays on one device, ``fresh_bytes`` those of new
-    arrays (the C library of Linux gives blocks of more than 32 MiB back at once, so prices jump there).  ``seconds`` is what one
-    point may take once it is compiled, but each chain runs ``least_runs`` times; sizes whose product takes more than
-    ``longest_seconds`` end their row.
-    """
-
-    full_bytes: tuple[int, ...]
-    sides: tuple[int, ...]
-    dtypes: tuple[str, ...]
-    array_bytes: tuple[int, ...]
-    fresh_bytes: tuple[int, ...]
-    seconds: float
-    least_runs: int = 5
-    longest_seconds: float = 0.05
-    streamed_bytes: int = 1 << 26
-    """A device comes back to streamed arrays after so many bytes, which no cache holds for it."""
-    operations: tuple[Operation, ...] = OPERATIONS
-    convolutions: tuple[Convolution, ...] = CONVOLUTIONS
-    image_sides: tuple[int, ...] = (4, 8, 16, 32)
-    """Of convolutions' square images."""
-    work_sides: tuple[int, ...] = (64, 128, 192, 512)
-    """Of two square products between collectives of devices that share cores: by the first the curves are measured, by all
-    of them the waits."""
-    turned_shape: tuple[int, int] = (512, 2048)
-    """Of a float32 matrix that is copied into another order."""
-    message_bytes: tuple[int, ...] = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23)
-    """Of messages between processes."""
-    world_bytes: tuple[int, ...] = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
-    """Of collectives in a world of processes; larger ones take long, and go on at the same rate."""
-
-
-FULL = Effort(
-    full_bytes=tuple(1 << power for power in (10, 12, 14, 16, 18, 20, 22, 24, 25)),
-    sides=(8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
-    dtypes=("float32", "bfloat16", "float64"),
-    array_bytes=tuple(1 << power for power in (10, 12, 14, 16, 18, 20, 22, 24)),
-    fresh_bytes=(*(1 << power for power in (16, 18, 20, 22, 24)), *(size << 20 for size in (31, 33, 64))),
-    seconds=0.6,
-)
-QUICK = Effort(
-    full_bytes=tuple(1 << power for power in (12, 16, 20, 23)),
-    sides=(8, 64, 256, 512),
-    dtypes=("float32",),
-    array_bytes=tuple(1 << power for power in (12, 16, 20, 23)),
-    fresh_bytes=(1 << 16, *(size << 20 for size in (1, 4, 31, 33, 64))),
-    seconds=0.1,
-    world_bytes=(1 << 12, 1 << 16, 1 << 20),
-)
 
 
 def measure(effort: Effort = FULL, say: Callable[[str], None] = lambda message: None) -> Profile:
@@ -129,9 +70,9 @@ def measure(effort: Effort = FULL, say: Callable[[str], None] = lambda message: 
         raise ClusterError("a profile is of the devices of one host; measure in a program of one process")
     devices = jax.devices()
     cluster = Cluster.local(devices, profile=None)
-    measuring = Measuring(devices, effort, say)
-    # First of all: what is freed later leaves gaps that serve as memory which a step would not find.
     on_cpu = cluster.device.platform is Platform.CPU  # elsewhere nothing asks for the figures that are left out
+    measuring = Measuring(devices, effort if on_cpu else effort.on_accelerators or effort, say)
+    # First of all: what is freed later leaves gaps that serve as memory which a step would not find.
     fresh = measuring.fresh() if on_cpu else None
     return Profile(
         jax_version=jax.__version__,
@@ -144,16 +85,42 @@ def measure(effort: Effort = FULL, say: Callable[[str], None] = lambda message: 
         products=tuple(measuring.products()),
         elementwise=measuring.elementwise(),
         dispatch=measuring.dispatch(),
-        streamed=measuring.elementwise(effort.streamed_bytes),
+        streamed=measuring.streamed(),
         fresh=fresh,
         operations=tuple(measuring.operations()),
         reductions=measuring.reductions(),
         convolutions=tuple(measuring.convolutions()),
         waits=tuple(measuring.waits()),
-        turned_bytes_per_second=measuring.turned_bytes_per_second() if on_cpu else None,
+        turned_bytes_per_second=measuring.turned_bytes_per_second(),
         exchanges=measuring.exchanges() if on_cpu else None,
         world_collectives=measuring.world_collectives() if on_cpu else (),
+        host_copies=measuring.host_copies(),
     )
+
+
+class KernelTimes(Protocol):
+    """Seconds of kernels other than products on each device, all devices at once."""
+
+    def elementwise(self) -> Curve:
+        """By the bytes that one reads and writes, which the kernel before touched."""
+
+    def streamed(self) -> Curve:
+        """By the same bytes, left alone while others filled the caches."""
+
+    def seconds_per_flop(self, operation: Operation) -> float | None:
+        """Of a primitive inside a kernel; None of one that takes what its bytes take."""
+
+    def reductions(self) -> Reductions | None:
+        """Of elements in short rows and in columns; None where these are as others."""
+
+    def convolution_seconds(self, convolution: Convolution, side: int) -> float:
+        """Of one convolution of float32, of images with so many positions along a side."""
+
+    def turned_bytes_per_second(self) -> float | None:
+        """Read and written, of a copy into another order of dimensions; None where it goes as fast as a straight one."""
+
+    def host_copies(self) -> Curve | None:
+        """By the bytes of an array that is copied between a device and its host, one way; None where both are one memory."""
 
 
 class Measuring:
@@ -163,6 +130,8 @@ class Measuring:
         self._bench = Bench(devices, _timer(devices, effort))
         self._effort = effort
         self._say = say
+        on_cpu = devices[0].platform == Platform.CPU.value
+        self._kernels: KernelTimes = (LoopedKernels if on_cpu else QueuedKernels)(self._bench, effort, say)
 
     # ------------------------------------------------------------------------------------------------------ what to time
 
@@ -208,26 +177,18 @@ class Measuring:
             samples = {}
             for side in self._effort.image_sides:
                 self._say(f"convolutions ({convolution.family.value}) of images [{side}, {side}]")
-                samples[convolution.flops(side)] = self._convolution_seconds(convolution, side)
+                samples[convolution.flops(side)] = self._kernels.convolution_seconds(convolution, side)
                 if samples[convolution.flops(side)] > self._effort.longest_seconds:
                     break
             yield ConvolutionCurve("float32", convolution.family, Curve.through(samples))
 
-    def elementwise(self, footprint_bytes: int | None = None) -> Curve:
-        """``x · a + b``: one array read, one written; with a footprint each trip comes to memory left alone for so many bytes."""
-        single = self._trip_seconds(1, MOST_TRIPS, 1)
-        samples = {8.0: single / KERNELS_OF_A_TRIP}
-        counter = single * (KERNELS_OF_A_TRIP - 1) / KERNELS_OF_A_TRIP
-        for array_bytes in self._effort.array_bytes:
-            if footprint_bytes is None:
-                pieces = min(max(NEAR_BYTES // array_bytes, 1), MOST_PIECES)
-            else:
-                pieces = max(footprint_bytes // array_bytes, 2)
-            self._say(f"elementwise kernels over {pieces} × {array_bytes >> 10} KiB")
-            trips = min(max(MOST_LOOPED_BYTES // array_bytes, LEAST_TRIPS), max(MOST_TRIPS, 2 * pieces))
-            trip = self._trip_seconds(array_bytes // 4, trips, pieces)
-            samples[2.0 * array_bytes] = max(trip - counter, single / KERNELS_OF_A_TRIP)
-        return Curve.through(samples)
+    def elementwise(self) -> Curve:
+        """``x · a + b``: one array read, one written, touched by the kernel before."""
+        return self._kernels.elementwise()
+
+    def streamed(self) -> Curve:
+        """The same of arrays that were left alone while others filled the caches."""
+        return self._kernels.streamed()
 
     def fresh(self) -> Fresh:
         """What a call takes longer whose results or scratch are new memory than one that works in that of its arguments."""
@@ -242,46 +203,26 @@ class Measuring:
         return Fresh(Curve.through(outputs), Curve.through(scratch))
 
     def operations(self) -> Iterator[OperationRate]:
-        """Seconds per FLOP of primitives that are no products, over an array that stays in the caches."""
+        """Seconds per FLOP of primitives that are no products."""
         for operation in self._effort.operations:
             self._say(operation.primitive)
-            seconds_per_flop = self._seconds_per_flop(operation)
-            for name in (operation.primitive, *operation.like_it):
-                yield OperationRate(name, seconds_per_flop)
+            seconds_per_flop = self._kernels.seconds_per_flop(operation)
+            if seconds_per_flop is not None:
+                for name in (operation.primitive, *operation.like_it):
+                    yield OperationRate(name, seconds_per_flop)
 
-    def reductions(self) -> Reductions:
+    def reductions(self) -> Reductions | None:
         """Of elements that lie in short rows and in columns."""
         self._say("sums of short rows and of columns")
-        long, short, column = (self._seconds_per_flop(one) for one in (LONG_ROWS, SHORT_ROWS, OF_COLUMNS))
-        return Reductions(max(SHORT_ROW * (short - long), LEAST_SECONDS), column)
+        return self._kernels.reductions()
 
-    def _seconds_per_flop(self, operation: Operation) -> float:
-        mesh = self._bench.mesh(1)
-        x = spread(np.linspace(0.1, 0.9, operation.elements * len(self._bench.devices), dtype=np.float32), mesh)
-        seconds = self._bench.loop_seconds(_repeated(operation), x, operation.trips)
-        return seconds / (operation.elements * operation.flops_of_element())
+    def turned_bytes_per_second(self) -> float | None:
+        """Of copies into another order."""
+        return self._kernels.turned_bytes_per_second()
 
-    def turned_bytes_per_second(self) -> float:
-        """Of a copy of a matrix that lies in memory by columns into one that lies by rows.
-
-        It takes the place of one of the two kernels that go straight over the matrix in a trip of the other loop.
-        """
-        self._say("copies into another order")
-        rows, columns = self._effort.turned_shape
-        pieces = max(self._effort.streamed_bytes // (4 * rows * columns), 2)
-        x = self._bench.spread((pieces, rows, columns), self._bench.mesh(1))
-
-        def copied(turns: bool) -> Callable[[jax.Array, jax.Array], jax.Array]:
-            def trip(number: jax.Array, carried: jax.Array) -> jax.Array:
-                piece = lax.dynamic_index_in_dim(carried, number % pieces, keepdims=False)
-                changed = piece.T.reshape(piece.shape) if turns else piece * 0.999 + 1.0
-                # Kept apart, the update in place is one more kernel of either kind.
-                return lax.dynamic_update_index_in_dim(carried, lax.optimization_barrier(changed), number % pieces, 0)
-
-            return trip
-
-        turned, straight = (self._bench.loop_seconds(copied(turns), x, LEAST_TRIPS) for turns in (True, False))
-        return 2 * 4 * rows * columns / max(turned - straight / 2, LEAST_SECONDS)
+    def host_copies(self) -> Curve | None:
+        """Of copies between a device and its host."""
+        return self._kernels.host_copies()
 
     def exchanges(self) -> Curve:
         """What messages between processes cost the processors at each end."""
@@ -319,31 +260,6 @@ class Measuring:
             x = self._bench.spread((rows, side), mesh, jnp.dtype(dtype))
             right = [self._bench.spread((side, side), mesh, jnp.dtype(dtype)) for _ in range(count)]
             return self._bench.chain_seconds(lambda value, other: value @ other, mesh, x, right)
-
-    def _convolution_seconds(self, convolution: Convolution, side: int) -> float:
-        """Seconds of one convolution of float32 on each device; each waits for a number of the one before."""
-        mesh = self._bench.mesh(1)
-        image, other = (self._bench.spread(shape, mesh) for shape in convolution.shapes(side))
-
-        def link(value: jax.Array, window: jax.Array) -> jax.Array:
-            result = lax.optimization_barrier(convolution.apply(value, window))
-            return value + result[(0,) * result.ndim]
-
-        return self._bench.chain_seconds(link, mesh, image, [other])
-
-    def _trip_seconds(self, elements: int, trips: int, pieces: int) -> float:
-        """Seconds of one trip of a loop around one elementwise kernel on so many float32 on each device.
-
-        Each trip works on the next piece of an array.
-        """
-        x = self._bench.spread((pieces * elements,), self._bench.mesh(1))
-
-        def trip(number: jax.Array, carried: jax.Array) -> jax.Array:
-            start = number % pieces * elements
-            piece = lax.dynamic_slice_in_dim(carried, start, elements)
-            return lax.dynamic_update_slice_in_dim(carried, piece * 0.999 + 1.0, start, 0)
-
-        return self._bench.loop_seconds(trip, x, trips)
 
     def _fresh_seconds(self, elements: int, count: int) -> float:
         """Seconds that each of so many new arrays of float32 costs beyond one whose memory is there."""
@@ -404,10 +320,6 @@ def _timer(devices: Sequence[Any], effort: Effort) -> Timer:
     return timer_of(effort.seconds, effort.least_runs, cores)
 
 
-def _repeated(operation: Operation) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    return lambda number, value: operation.apply(value)
-
-
 def profile_rows(profile: Profile) -> Iterable[tuple[str, str, str]]:
     """(what, seconds of the smallest, rate of the largest) for a table of a profile's curves."""
     for one in profile.collectives:
@@ -429,6 +341,8 @@ def profile_rows(profile: Profile) -> Iterable[tuple[str, str, str]]:
     if (reductions := profile.reductions) is not None:
         yield "a short row of a sum", f"{reductions.short_row_seconds * 1e6:.3f} µs", ""
         yield "sums of columns", "", f"{1e-9 / reductions.column_seconds_per_flop:.2f} GFLOP/s"
+    if profile.host_copies is not None:
+        yield "copies to and from the host", *_ends(profile.host_copies, "B/s")
     if (dispatch := profile.dispatch) is not None:
         yield "a call", f"{dispatch.call_seconds * 1e6:.1f} µs", ""
         yield "a message", f"{dispatch.message_seconds * 1e6:.1f} µs", ""

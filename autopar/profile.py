@@ -11,12 +11,13 @@ A profile holds *curves*: seconds as a function of an amount, all devices of one
     fresh outputs, scratch                   of the bytes of an array, or of a block, that is allocated for one call
     exchanges                                of the bytes of a message between processes, which either end copies
     world collectives   as collectives       in a world of several processes, whose devices pass nothing through memory
+    host copies                              of the bytes of an array that goes from a device to its host or back
 
 (a convolution's FLOPs as :mod:`autopar.graph.flops` counts them), the rate at which copies turn arrays, rates of single
 operations (:class:`OperationRate`), of reductions by how their elements lie (:class:`Reductions`), and what only several
 executables show that take turns and run side by side (:class:`Dispatch`).  What a profile does not hold is priced without: waits
-as none, streamed and turned bytes as others, fresh memory and exchanges as free, collectives of a world as those of one process,
-reductions as those of long rows, operations and convolutions at the rate of matrix products.
+as none, streamed and turned bytes as others, fresh memory and exchanges as free, host copies by the cluster's link, collectives
+of a world as those of one process, reductions as those of long rows, operations and convolutions at the rate of matrix products.
 
 A curve is made to rise (more work never takes less time) by the nearest rising figures in the sense of least squares
 (isotonic regression; Barlow et al., 1972), so that a point that was measured too high does not raise all beyond it.  It is
@@ -336,6 +337,8 @@ class Profile:
     world_collectives: tuple[CollectiveCurve, ...] = ()
     """Between devices of one host whose process is one of several; only where these are carried otherwise."""
     reductions: Reductions | None = None
+    host_copies: Curve | None = None
+    """Of the bytes of an array on each device that is copied to or from its host, one way, by all devices at once."""
     work_between_seconds: float = 0.0
     """Between the collectives that are priced; not measured, and in no file."""
 

@@ -26,7 +26,8 @@ from scipy.optimize import least_squares
 
 from autopar.cores import usable_cores
 from autopar.cost_model.collectives import Collective
-from autopar.measure import FULL, QUICK, measure
+from autopar.efforts import FULL, QUICK
+from autopar.measure import measure
 from autopar.profile import Profile
 from autopar.profile_file import load_profile
 

@@ -42,10 +42,11 @@ from rich.table import Table
 import autopar
 from autopar.cluster import Cluster
 from autopar.cost_model.predict import predict
+from autopar.efforts import FULL, QUICK
 from autopar.errors import PlanError
 from autopar.graph.fusion import fuse
 from autopar.host_memory import keep_freed_memory
-from autopar.measure import FULL, QUICK, measure
+from autopar.measure import measure
 from autopar.profile_file import save_profile
 from benchmarks.intra_op import METHODS, run_in_turn
 from benchmarks.models import FAMILIES, Model, build

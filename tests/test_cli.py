@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar import measure
+from autopar import efforts, measure
 from autopar.cli import BAD_INPUT, DIFFERENT, OK, main
 from autopar.cluster import Cluster
 from autopar.explain import verification
@@ -142,7 +142,7 @@ def test_a_cluster_file_and_a_plan_file(tmp_path: Path, capsys: pytest.CaptureFi
 def test_profile_measures_and_stores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    least = measure.Effort(
+    least = efforts.Effort(
         (1 << 12,),
         (16,),
         ("float32",),
@@ -158,7 +158,7 @@ def test_profile_measures_and_stores(
         message_bytes=(1 << 10,),
         world_bytes=(1 << 12,),
     )
-    monkeypatch.setattr(measure, "QUICK", least)
+    monkeypatch.setattr(efforts, "QUICK", least)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["profile", "--quick", "--out", str(tmp_path / "mine.json")]) == OK
     assert "all-reduce among 8" in capsys.readouterr().out

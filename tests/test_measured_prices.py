@@ -21,10 +21,10 @@ from autopar.cost_model.hlo import step_seconds
 from autopar.cost_model.hlo_parser import parse_module
 from autopar.cost_model.hlo_work import family_of_convolution
 from autopar.cost_model.predict import run_costs
+from autopar.efforts import FULL
 from autopar.graph.flops import flops_of
 from autopar.graph.fusion import fuse
 from autopar.graph.ir import Phase
-from autopar.measure import FULL
 from autopar.measured_collectives import collective_seconds, waiting_seconds
 from autopar.measured_convolutions import CONVOLUTIONS, Convolution
 from autopar.profile import ConvolutionCurve, ConvolutionFamily, Curve, Profile, WaitCurve, convolution_family

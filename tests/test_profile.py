@@ -36,13 +36,14 @@ from autopar.cost_model.reshard import (
     reshard_table,
 )
 from autopar.cost_model.roofline import operator_seconds
+from autopar.efforts import Effort
 from autopar.errors import ClusterError
 from autopar.graph.build import build_graph
 from autopar.graph.merging import Merged
 from autopar.inter_op.arranged import Arrangement
 from autopar.inter_op.layers import layers
 from autopar.inter_op.stages import StagePlanner
-from autopar.measure import Effort, Measuring, measure, profile_rows
+from autopar.measure import Measuring, measure, profile_rows
 from autopar.measured_convolutions import CONVOLUTIONS
 from autopar.measured_operations import OPERATIONS, Operation
 from autopar.plan import Layout, Prediction, Schedule, Strategy
@@ -197,7 +198,7 @@ def put(*place: Any) -> Any:
 
 BAD = {
     "format": (put("format", "autopar-cluster"), "format is 'autopar-cluster'"),
-    "version": (put("version", 9), "version is 9, this release reads 1, 2, 3, 4, 5, 6, 7, 8"),
+    "version": (put("version", 10), "version is 10, this release reads 1, 2, 3, 4, 5, 6, 7, 8, 9"),
     "negative": (put("profile", "collectives", 1, "samples", 0, 1, -1e-5), r"collectives\[.*samples"),
     "nan": (put("profile", "elementwise", 0, 1, math.nan), "not complete JSON"),
     "text": (put("profile", "products", 0, "samples", 1, 0, "many"), r"products\[.*samples"),

@@ -1,6 +1,6 @@
 """What does it cost to keep arrays in the memory of the host between steps, or between the passes of a microbatch?
 
-    seconds = Σ over copies (α + n / β)        α, β of the link between a device and its host, β shared by the devices on it
+    seconds = Σ over copies (α + n / β)        α, β of the link between a device and its host, or as measured
 
 with a copy to the device of every such array that is read and one back of every next value, n its bytes on one device.  One
 follows the other here.  XLA:GPU overlaps them: a kernel reads its arrays over the link while what the one before has made is
@@ -28,6 +28,7 @@ from autopar.cluster import Cluster, Platform
 from autopar.errors import ClusterError
 from autopar.graph.fusion import FUSIBLE
 from autopar.graph.ir import Graph, Phase
+from autopar.profile import Curve
 from autopar.schedule.spmd import Buffer, Run, SpmdProgram, local_bytes
 
 GROUPS_IN_FLIGHT = 2
@@ -58,7 +59,12 @@ def host_seconds(program: SpmdProgram, cluster: Cluster) -> float:
 
 
 def seconds_per_hosted_byte(cluster: Cluster) -> float:
-    """Seconds that a byte of every device takes between device and host, one way; raises ClusterError if that is not known."""
+    """Seconds that a byte of every device takes between device and host, one way: as measured, or by the cluster's link.
+
+    Raises ClusterError if neither is known.
+    """
+    if (measured := _measured(cluster)) is not None:
+        return measured.slope
     link = cluster.host_memory_link
     if link is None:
         raise ClusterError(
@@ -68,14 +74,20 @@ def seconds_per_hosted_byte(cluster: Cluster) -> float:
     return min(link.shared_by, cluster.devices_per_host) / link.bytes_per_second
 
 
-def _link_latency(cluster: Cluster) -> float:
+def _measured(cluster: Cluster) -> Curve | None:
+    return None if cluster.profile is None else cluster.profile.host_copies
+
+
+def _copy_latency(cluster: Cluster) -> float:
+    if (measured := _measured(cluster)) is not None:
+        return measured.at(0.0)
     assert cluster.host_memory_link is not None
     return cluster.host_memory_link.latency_seconds
 
 
 def copy_seconds(copies: int, copied_bytes: float, cluster: Cluster) -> float:
     """Seconds of so many copies one way, of so many bytes of a device in all."""
-    return copies * _link_latency(cluster) + copied_bytes * seconds_per_hosted_byte(cluster)
+    return copies * _copy_latency(cluster) + copied_bytes * seconds_per_hosted_byte(cluster)
 
 
 def beside_others(cluster: Cluster, devices: Sequence[int]) -> Cluster:

@@ -1,0 +1,117 @@
+"""How long do kernels other than products take on processors?
+
+Elementwise kernels would be fused into one, so theirs is a loop; a trip runs four kernels, three of them (the counter's) on
+single numbers, and those are taken off again as three quarters of a trip of the same loop over one element on each device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax import lax
+
+from autopar.bench import Bench, spread
+from autopar.efforts import Effort
+from autopar.measured_convolutions import Convolution
+from autopar.measured_operations import LONG_ROWS, OF_COLUMNS, SHORT_ROW, SHORT_ROWS, Operation
+from autopar.profile import Curve, Reductions
+from autopar.timing import LEAST_SECONDS
+
+KERNELS_OF_A_TRIP = 4
+LEAST_TRIPS, MOST_TRIPS, MOST_LOOPED_BYTES = 32, 512, 1 << 28
+"""Of a loop: enough for its trips to outweigh the call, which allocates the result anew; few enough to end soon."""
+MOST_PIECES, NEAR_BYTES = 16, 1 << 25
+"""Elementwise kernels take turns on so many arrays, of at most so many bytes in all on each device: a pass comes back to a
+small array soon, to a large one when it has left the caches."""
+
+
+class LoopedKernels:
+    """See :class:`autopar.measure.KernelTimes`."""
+
+    def __init__(self, bench: Bench, effort: Effort, say: Callable[[str], None]) -> None:
+        self._bench, self._effort, self._say = bench, effort, say
+
+    def elementwise(self) -> Curve:
+        """Each trip comes to an array that others touched soon before."""
+        return self._elementwise(lambda array_bytes: min(max(NEAR_BYTES // array_bytes, 1), MOST_PIECES))
+
+    def streamed(self) -> Curve:
+        """Each trip comes to memory left alone for so many bytes."""
+        return self._elementwise(lambda array_bytes: max(self._effort.streamed_bytes // array_bytes, 2))
+
+    def _elementwise(self, pieces_of: Callable[[int], int]) -> Curve:
+        single = self._trip_seconds(1, MOST_TRIPS, 1)
+        samples = {8.0: single / KERNELS_OF_A_TRIP}
+        counter = single * (KERNELS_OF_A_TRIP - 1) / KERNELS_OF_A_TRIP
+        for array_bytes in self._effort.array_bytes:
+            pieces = pieces_of(array_bytes)
+            self._say(f"elementwise kernels over {pieces} × {array_bytes >> 10} KiB")
+            trips = min(max(MOST_LOOPED_BYTES // array_bytes, LEAST_TRIPS), max(MOST_TRIPS, 2 * pieces))
+            trip = self._trip_seconds(array_bytes // 4, trips, pieces)
+            samples[2.0 * array_bytes] = max(trip - counter, single / KERNELS_OF_A_TRIP)
+        return Curve.through(samples)
+
+    def _trip_seconds(self, elements: int, trips: int, pieces: int) -> float:
+        """Seconds of one trip of a loop around one elementwise kernel on so many float32 on each device.
+
+        Each trip works on the next piece of an array.
+        """
+        x = self._bench.spread((pieces * elements,), self._bench.mesh(1))
+
+        def trip(number: jax.Array, carried: jax.Array) -> jax.Array:
+            start = number % pieces * elements
+            piece = lax.dynamic_slice_in_dim(carried, start, elements)
+            return lax.dynamic_update_slice_in_dim(carried, piece * 0.999 + 1.0, start, 0)
+
+        return self._bench.loop_seconds(trip, x, trips)
+
+    def seconds_per_flop(self, operation: Operation) -> float:
+        """Over an array that stays in the caches."""
+        mesh = self._bench.mesh(1)
+        x = spread(np.linspace(0.1, 0.9, operation.elements * len(self._bench.devices), dtype=np.float32), mesh)
+        seconds = self._bench.loop_seconds(lambda number, value: operation.apply(value), x, operation.trips)
+        return seconds / (operation.elements * operation.flops_of_element())
+
+    def reductions(self) -> Reductions:
+        """Of elements that lie in short rows and in columns, beyond what they take in long rows."""
+        long, short, column = (self.seconds_per_flop(one) for one in (LONG_ROWS, SHORT_ROWS, OF_COLUMNS))
+        return Reductions(max(SHORT_ROW * (short - long), LEAST_SECONDS), column)
+
+    def convolution_seconds(self, convolution: Convolution, side: int) -> float:
+        """Of one convolution of float32 on each device; each waits for a number of the one before."""
+        mesh = self._bench.mesh(1)
+        image, other = (self._bench.spread(shape, mesh) for shape in convolution.shapes(side))
+
+        def link(value: jax.Array, window: jax.Array) -> jax.Array:
+            result = lax.optimization_barrier(convolution.apply(value, window))
+            return value + result[(0,) * result.ndim]
+
+        return self._bench.chain_seconds(link, mesh, image, [other])
+
+    def turned_bytes_per_second(self) -> float:
+        """Of a copy of a matrix that lies in memory by columns into one that lies by rows.
+
+        It takes the place of one of the two kernels that go straight over the matrix in a trip of the other loop.
+        """
+        self._say("copies into another order")
+        rows, columns = self._effort.turned_shape
+        pieces = max(self._effort.streamed_bytes // (4 * rows * columns), 2)
+        x = self._bench.spread((pieces, rows, columns), self._bench.mesh(1))
+
+        def copied(turns: bool) -> Callable[[jax.Array, jax.Array], jax.Array]:
+            def trip(number: jax.Array, carried: jax.Array) -> jax.Array:
+                piece = lax.dynamic_index_in_dim(carried, number % pieces, keepdims=False)
+                changed = piece.T.reshape(piece.shape) if turns else piece * 0.999 + 1.0
+                # Kept apart, the update in place is one more kernel of either kind.
+                return lax.dynamic_update_index_in_dim(carried, lax.optimization_barrier(changed), number % pieces, 0)
+
+            return trip
+
+        turned, straight = (self._bench.loop_seconds(copied(turns), x, LEAST_TRIPS) for turns in (True, False))
+        return 2 * 4 * rows * columns / max(turned - straight / 2, LEAST_SECONDS)
+
+    def host_copies(self) -> Curve | None:
+        """None: devices and host are one memory."""
+        return None
