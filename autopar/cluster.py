@@ -296,14 +296,25 @@ class Cluster:
         """This cluster priced by what was measured (a profile or its file), or by its plain figures for None.
 
         Collectives within a host, matrix products and elementwise kernels take their seconds from the profile; what it does
-        not hold keeps its analytic price.  Raises ``ClusterError`` if the profile cannot be read, or is of another platform
-        or of another number of devices than a host of this cluster has.
+        not hold keeps its analytic price.  That of a single accelerator holds for all of a host, which share neither cores nor
+        memory.  Raises ``ClusterError`` if the profile cannot be read, or is of another platform or of another number of devices
+        than a host of this cluster has.
         """
         if profile is not None and not isinstance(profile, Profile):
             from autopar.profile_file import load_profile
 
             profile = load_profile(profile)
         return dataclasses.replace(self, profile=profile)
+
+    def with_measured_device(self) -> Cluster:
+        """This cluster priced by what was measured of one device of its kind and comes with this release.
+
+        Products, convolutions, kernels and copies to and from the host take their seconds from there, collectives keep their
+        analytic price.  Raises ``ClusterError`` for kinds of which nothing comes with it.
+        """
+        from autopar.profile_file import profile_of_device
+
+        return self.with_profile(profile_of_device(self.device.name))
 
     def with_network(self, network: Network | str | Path) -> Cluster:
         """This cluster with ``network_link``, and prices of collectives between its hosts, by what was measured.
@@ -438,7 +449,7 @@ def _check_profile(profile: object, name: str, platform: Platform, devices_per_h
             f"the profile was measured on {profile.platform}, the devices of cluster {name!r} are {platform.value}; "
             "measure on such devices, or leave the profile out (profile=None)"
         )
-    if profile.num_devices != devices_per_host:
+    if profile.num_devices != devices_per_host and not (profile.num_devices == 1 and platform is not Platform.CPU):
         raise ClusterError(
             f"the profile was measured on {profile.num_devices} devices at once, a host of cluster {name!r} has "
             f"{devices_per_host}; measure with as many, or leave the profile out (profile=None)"

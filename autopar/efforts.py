@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from autopar.measured_convolutions import CONVOLUTIONS, Convolution
+from autopar.measured_convolutions import CONVOLUTIONS, ON_ACCELERATORS, Convolution
 from autopar.measured_operations import OPERATIONS, Operation
 
 
@@ -46,7 +46,7 @@ class Effort:
     """Of messages between processes."""
     world_bytes: tuple[int, ...] = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
     """Of collectives in a world of processes; larger ones take long, and go on at the same rate."""
-    copied_bytes: tuple[int, ...] = (1 << 12, 1 << 20, 1 << 24, 1 << 28)
+    copied_bytes: tuple[int, ...] = (1 << 12, 1 << 18, 1 << 22, 1 << 26)
     """Of arrays copied between an accelerator and its host."""
     on_accelerators: Effort | None = None
     """What stands instead where devices are no processors: their work is larger; None: the same."""
@@ -54,22 +54,22 @@ class Effort:
 
 _FULL_ON_ACCELERATORS = Effort(
     full_bytes=tuple(1 << power for power in (10, 13, 16, 18, 20, 22, 24, 26, 28)),
-    sides=(16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
-    dtypes=("float32", "bfloat16", "float16", "float64"),
+    sides=(64, 512, 2048, 4096, 8192),
+    dtypes=("float32", "bfloat16"),
     array_bytes=tuple(1 << power for power in (10, 14, 16, 18, 20, 22, 24, 26, 28)),
     fresh_bytes=(),
-    seconds=0.3,
+    seconds=0.2,
     streamed_bytes=1 << 28,
-    image_sides=(8, 16, 32, 64, 128, 256),
+    convolutions=ON_ACCELERATORS,
+    image_sides=(8, 32, 128),
 )
+"""Few sizes of products and convolutions: for each the compiler tries dozens of kernels, which takes seconds."""
 _QUICK_ON_ACCELERATORS = replace(
     _FULL_ON_ACCELERATORS,
     full_bytes=tuple(1 << power for power in (13, 18, 22, 26)),
     sides=(64, 512, 4096),
-    dtypes=("float32", "bfloat16"),
     array_bytes=tuple(1 << power for power in (10, 18, 22, 26)),
     seconds=0.1,
-    image_sides=(16, 64, 256),
 )
 FULL = Effort(
     full_bytes=tuple(1 << power for power in (10, 12, 14, 16, 18, 20, 22, 24, 25)),

@@ -12,14 +12,15 @@ gradient of the input is a convolution of the first kind.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 from jax import lax
 
 from autopar.profile import FEW_FEATURES, ConvolutionFamily
 
-IMAGES, MANY_FEATURES = 2, 64
+IMAGES, MANY_FEATURES, FEATURES_ON_ACCELERATORS = 2, 64, 256
+"""Matrix units of accelerators are not filled by fewer."""
 _DIMENSIONS = ("NHWC", "HWIO", "NHWC")
 
 
@@ -71,4 +72,8 @@ CONVOLUTIONS = (
     Convolution(ConvolutionFamily.LARGE_FEW_FEATURES, FEW_FEATURES, of_weights=True),
     Convolution(ConvolutionFamily.LARGE_MANY_FEATURES, MANY_FEATURES, of_weights=True),
     Convolution(ConvolutionFamily.LARGE_DILATED, MANY_FEATURES, transposed=True, of_weights=True),
+)
+
+ON_ACCELERATORS = tuple(
+    one if one.features <= FEW_FEATURES else replace(one, features=FEATURES_ON_ACCELERATORS) for one in CONVOLUTIONS
 )

@@ -15,6 +15,7 @@ differ in one number of their image, which is changed in place.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from autopar.bench import SPEC, Bench, spread
+from autopar.bench import CHAIN, SPEC, Bench, spread
 from autopar.efforts import Effort
 from autopar.graph.fusion import FUSIBLE
 from autopar.measured_convolutions import Convolution
@@ -30,10 +31,12 @@ from autopar.measured_operations import Operation
 from autopar.profile import Curve, Reductions
 from autopar.timing import LEAST_SECONDS
 
-SHORT, LONG = 8, 40
+SHORT, LONG = 4, 16
 """Times that an operation is applied in one kernel."""
 ELEMENTS = 1 << 22
 """Of an array that operations are applied to: enough that starting a kernel takes little of its time."""
+ROW = 16
+"""Kernels of a link."""
 FEW_PASSES, MORE_PASSES = 1, 3
 LEAST_STREAMED_BYTES, MOST_PIECES = 1 << 22, 64
 """Smaller arrays would be many: they are priced by what starting a kernel takes."""
@@ -55,20 +58,20 @@ class QueuedKernels:
         for array_bytes in (4, *self._effort.array_bytes):
             self._say(f"elementwise kernels over {array_bytes / 1024:g} KiB")
             x = self._bench.spread((array_bytes // 4,), mesh)
-            samples[2.0 * array_bytes] = self._bench.chain_seconds(_kept_apart(_scaled), mesh, x)
+            samples[2.0 * array_bytes] = self._row_seconds(mesh, x)
         return Curve.through(samples)
 
     def streamed(self) -> Curve:
         """Rows of kernels over several arrays in turn."""
-        samples = {8.0: self._bench.chain_seconds(_kept_apart(_scaled), *self._single())}
+        samples = {8.0: self._row_seconds(mesh := self._bench.mesh(1), self._bench.spread((1,), mesh))}
         for array_bytes in self._effort.array_bytes:
             if array_bytes >= LEAST_STREAMED_BYTES:
                 samples[2.0 * array_bytes] = self._streamed_seconds(array_bytes)
         return Curve.through(samples)
 
-    def _single(self) -> tuple[jax.sharding.Mesh, jax.Array]:
-        mesh = self._bench.mesh(1)
-        return mesh, self._bench.spread((1,), mesh)
+    def _row_seconds(self, mesh: jax.sharding.Mesh, x: jax.Array) -> float:
+        """Of a link that is many kernels: what a call takes varies by as much as a few small ones."""
+        return self._bench.chain_seconds(_row, mesh, x) / ROW
 
     def _streamed_seconds(self, array_bytes: int) -> float:
         pieces = min(max(self._effort.streamed_bytes // array_bytes, 2), MOST_PIECES)
@@ -126,21 +129,22 @@ class QueuedKernels:
         return None
 
     def host_copies(self) -> Curve:
-        """Of arrays between every device and its host, all at once: the mean of there and back."""
+        """Of arrays between every device and its host, all at once: the mean of there and back, of what several take longer than
+        one.
+        """
         samples = {}
         for array_bytes in self._effort.copied_bytes:
             self._say(f"copies of {array_bytes >> 10} KiB to and from the host")
-            x = self._bench.spread((array_bytes // 4,), self._bench.mesh(1))
-            here = x.sharding
+            arrays = [self._bench.spread((array_bytes // 4,), self._bench.mesh(1)) for _ in range(CHAIN)]
+            here = arrays[0].sharding
             there = here.with_memory_kind("pinned_host")
-            leave, come = (
-                jax.jit(lambda value: value, in_shardings=source, out_shardings=target)
-                for source, target in ((here, there), (there, here))
-            )
-            away = leave(x)
-            seconds = [self._bench.timer.least(lambda: leave(x)), self._bench.timer.least(lambda: come(away))]  # noqa: B023
-            samples[float(array_bytes)] = sum(seconds) / 2
+            leave, come = _moved(here, there), _moved(there, here)
+            seconds = self._copy_seconds(leave, arrays) + self._copy_seconds(come, leave(*arrays))
+            samples[float(array_bytes)] = seconds / 2
         return Curve.through(samples)
+
+    def _copy_seconds(self, copy: Callable[..., Any], arrays: Sequence[jax.Array]) -> float:
+        return self._bench.timer.difference(lambda: copy(arrays[0]), lambda: copy(*arrays), extra=len(arrays) - 1)
 
     def _compiled(self, function: Callable[..., Any], arrays: Sequence[jax.Array]) -> Any:
         local = jax.shard_map(
@@ -153,8 +157,28 @@ class QueuedKernels:
         return jax.jit(local).lower(*arrays).compile()
 
 
+def _moved(source: Any, target: Any) -> Callable[..., Any]:
+    """Any number of arrays in a call, from one memory to another."""
+
+    def copy(*arrays: jax.Array) -> Any:
+        return _identity(len(arrays), source, target)(*arrays)
+
+    return copy
+
+
+@functools.cache
+def _identity(count: int, source: Any, target: Any) -> Any:
+    return jax.jit(lambda *values: values, in_shardings=(source,) * count, out_shardings=(target,) * count)
+
+
 def _scaled(value: jax.Array) -> jax.Array:
     return value * 0.999 + 1.0
+
+
+def _row(value: jax.Array) -> jax.Array:
+    for _ in range(ROW):
+        value = lax.optimization_barrier(_scaled(value))
+    return value
 
 
 def _kept_apart(apply: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:

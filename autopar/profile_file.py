@@ -12,7 +12,8 @@ of ``fresh``, up to version 7, was measured in a process that gave memory back a
 Unknown fields, wrong types, NaN, negative numbers and cut files are refused with the file, the place in it, and what to do.
 
 The default place is the user's cache directory, one file for each machine, backend, kind and number of devices.  The
-environment variable ``AUTOPAR_PROFILE`` names another file, or ``none`` for no profile at all.
+environment variable ``AUTOPAR_PROFILE`` names another file, or ``none`` for no profile at all.  Some kinds of devices were
+measured once and come with the release (``device_profiles/``), for whoever plans for them without having them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import os
 import platform as host
 import re
 from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
 
@@ -155,6 +157,21 @@ def find_profile(platform: str, device_kind: str, num_devices: int) -> Profile |
         return found if fits else None
     path = default_path(platform, device_kind, num_devices)
     return load_profile(path) if path.exists() else None
+
+
+def profile_of_device(name: str) -> Profile:
+    """What was measured of one device of a kind and comes with this release; date, JAX and machine stand in it.
+
+    ``name`` is that of a :class:`~autopar.cluster.DeviceKind`.  Raises ``ClusterError`` for a kind that was not at hand.
+    """
+    folder = files("autopar").joinpath("device_profiles")
+    known = sorted(one.name.removesuffix(".json") for one in folder.iterdir() if one.name.endswith(".json"))
+    if name.lower() not in known:
+        raise ClusterError(
+            f"nothing was measured of {name}, only of {', '.join(known)}; measure on such a device with `{FILE.command}`"
+        )
+    file = folder.joinpath(f"{name.lower()}.json")
+    return _decode(str(file), file.read_bytes())
 
 
 # ------------------------------------------------------------------------------------------------- writing and reading

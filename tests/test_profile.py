@@ -248,7 +248,7 @@ RATES = (OperationRate("tanh", 5e-11), OperationRate("sort", 2e-8))
 
 
 OF_VERSION_3, OF_VERSION_4 = ("turned_bytes_per_second",), ("convolutions", "waits")
-OF_LATER_VERSIONS = ("exchanges", "world_collectives", "reductions")
+OF_LATER_VERSIONS = ("exchanges", "world_collectives", "reductions", "host_copies")
 
 
 def test_what_later_versions_brought_survives_its_file(tmp_path: Path) -> None:
@@ -259,6 +259,7 @@ def test_what_later_versions_brought_survives_its_file(tmp_path: Path) -> None:
         exchanges=Curve(((1e3, 1e-4), (1e6, 1e-3))),
         world_collectives=(CollectiveCurve("all-reduce", 2, CURVE),),
         reductions=REDUCTIONS,
+        host_copies=CURVE,
     )
     save_profile(full, tmp_path / "profile.json")
     assert load_profile(tmp_path / "profile.json") == full
@@ -273,6 +274,7 @@ def test_what_later_versions_brought_survives_its_file(tmp_path: Path) -> None:
         (4, OF_LATER_VERSIONS),
         (5, OF_LATER_VERSIONS[1:]),
         (6, OF_LATER_VERSIONS[2:]),
+        (8, OF_LATER_VERSIONS[3:]),
     ],
 )
 def test_files_of_older_versions_are_read_without_it(version: int, lacks: tuple[str, ...], tmp_path: Path) -> None:

@@ -1,0 +1,90 @@
+"""Are steps on a real H100 what is foretold of them, by what was measured of the device and comes with the release?
+
+``h100_steps.json`` holds what ``python -m benchmarks.one_device`` found on one, with date, driver and JAX: seconds of a step
+by the clock, and the bytes of the compiled program.  Here the same plans are made again, without a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.cluster import Cluster
+from autopar.cost_model.collectives import Collective, collective_seconds
+from autopar.cost_model.roofline import operator_seconds
+from autopar.errors import ClusterError
+from autopar.plan import Plan
+from autopar.profile_file import profile_of_device
+from benchmarks.models import build
+from benchmarks.one_device import CASES, CHOICES, JIT
+from benchmarks.ranking import REGRET_WANTED, TAU_WANTED, verdict
+
+CLOSE = 0.25
+RECORDED = json.loads((Path(__file__).parent / "h100_steps.json").read_text())
+
+
+def rows_of(case: str) -> list[dict[str, Any]]:
+    return [row for row in RECORDED["rows"] if row["case"] == case and row["name"] != JIT]
+
+
+@functools.cache
+def planned(case: str, choice: str) -> Plan:
+    told = CASES[case]
+    model = build(told.model, told.size, jnp.dtype(told.dtype))
+    cluster = Cluster.preset("p5.48xlarge").with_measured_device().part((0,))
+    step = autopar.parallelize(model.train_step, cluster=cluster, **CHOICES[choice])
+    return step.plan(model.abstract_state(), model.abstract_batch(told.examples))
+
+
+@pytest.mark.parametrize("case", ["gpt", "wide_resnet"])
+def test_plans_are_ranked_as_an_h100_ran_them(case: str) -> None:
+    rows = rows_of(case)
+    assert len(rows) >= 4
+    clock = [row["clock_seconds"] for row in rows]
+    foretold = [planned(case, row["name"]).step_seconds for row in rows]
+    found = verdict(foretold, clock)
+    assert found.tau is not None and found.pairs >= 5
+    assert found.tau >= TAU_WANTED and found.regret <= REGRET_WANTED
+    ratios = [said / seconds for said, seconds in zip(foretold, clock, strict=True)]
+    assert all(1 - CLOSE <= ratio <= 1 + CLOSE for ratio in ratios), ratios
+    assert abs(statistics.median(ratios) - 1) <= 0.15, ratios
+
+
+@pytest.mark.parametrize("case", ["gpt", "wide_resnet"])
+def test_the_memory_of_a_step_is_what_the_compiler_on_an_h100_took(case: str) -> None:
+    errors = [planned(case, row["name"]).peak_bytes / row["compiled_bytes"] - 1 for row in rows_of(case)]
+    assert all(-0.05 <= error <= CLOSE for error in errors), errors
+
+
+def test_what_comes_with_the_release_says_of_what_and_when() -> None:
+    profile = profile_of_device("H100-SXM5-80GB")
+    assert (profile.platform, profile.device_kind, profile.num_devices) == ("cuda", RECORDED["device"], 1)
+    assert profile.measured_at.startswith(RECORDED["date"]) and profile.jax_version == RECORDED["jax"]
+    assert profile.host_copies is not None and profile.reductions is None
+
+
+def test_one_accelerator_stands_for_all_of_a_host() -> None:
+    cluster = Cluster.preset("p5.48xlarge")
+    measured = cluster.with_measured_device()
+    assert measured.devices_per_host == 8 and measured.profile is not None and measured.profile.num_devices == 1
+    (mesh,) = measured.logical_mesh_shapes(1)
+    prices = [collective_seconds(Collective.ALL_REDUCE, 1e8, ("data",), mesh, one) for one in (cluster, measured)]
+    assert prices[0] == prices[1] > 0
+    assert operator_seconds(1e12, 1e9, "bfloat16", measured, "dot_general") == pytest.approx(1e12 / 9e14, rel=0.2)
+    model = build("mlp_nnx")
+    plan = autopar.parallelize(model.train_step, cluster=measured).plan(model.abstract_state(), model.abstract_batch())
+    assert plan.num_devices == 8
+
+
+def test_devices_that_nobody_measured_are_refused_by_name() -> None:
+    with pytest.raises(
+        ClusterError, match=r"nothing was measured of V100-SXM2-16GB, only of h100-sxm5-80gb; measure on"
+    ):
+        Cluster.preset("p3.16xlarge").with_measured_device()
