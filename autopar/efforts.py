@@ -19,9 +19,9 @@ class Effort:
     ``full_bytes`` are the sizes of collectives (as in :mod:`autopar.cost_model.collectives`), ``sides`` the side lengths of
     square products, ``array_bytes`` the sizes of elementwise kernels' arrays on one device, ``fresh_bytes`` those of new
     arrays (the C library of Linux gives blocks of more than 32 MiB back at once, and those of 64 MiB whatever it is told, so
-    prices jump there, and what lies between is cheap: there are sizes on both sides).  ``seconds`` is what one point may take once
-    it is compiled, but each chain runs ``least_runs`` times; sizes whose product takes more than ``longest_seconds`` end their
-    row.
+    prices jump there, and what lies between is cheap: there are sizes on both sides).  ``seconds`` is what one point may take
+    once it is compiled, but each chain runs ``least_runs`` times; sizes whose product takes more than ``longest_seconds`` end
+    their row.
     """
 
     full_bytes: tuple[int, ...]
