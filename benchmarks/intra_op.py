@@ -46,6 +46,9 @@ METHODS = ("auto", *(method.name for method in HAND_MADE))
 PLANNERS: dict[str, Method] = {"auto": IntraOp(), **{method.name: method for method in HAND_MADE}}
 LOCAL_DEVICES = 8
 """Devices that this machine is said to have."""
+SETTLING = 6
+"""Rounds before those that are timed.  Plans that take turns leave holes in each other's memory, and until every block has found
+one, steps wait for new pages: 70 ms for 40 MiB, in up to four rounds of nine plans."""
 TOO_HIGH, TOO_LOW = 0.25, 0.05
 """Errors of predicted memory that are listed."""
 
@@ -288,9 +291,10 @@ def run_in_turn(model: Model, compiled: dict[str, Any], rounds: int) -> dict[str
     """Median seconds of a step of each method; the methods take turns, so a drift of the machine hits all alike."""
     batch = model.make_batch(model.batch_size)
     states = {}
-    for method, step in compiled.items():
+    for method in compiled:
         states[method] = jax.tree.leaves(jax.jit(model.make_state)())
-        for _ in range(2):
+    for _ in range(SETTLING):
+        for method, step in compiled.items():
             states[method] = advance(step, states[method], batch)
     seconds: dict[str, list[float]] = {method: [] for method in compiled}
     for _ in range(rounds):

@@ -45,7 +45,7 @@ from autopar.cost_model.predict import predict
 from autopar.efforts import FULL, QUICK
 from autopar.errors import PlanError
 from autopar.graph.fusion import fuse
-from autopar.host_memory import keep_freed_memory
+from autopar.host_memory import keep_freed_memory, variables
 from autopar.measure import measure
 from autopar.profile_file import save_profile
 from benchmarks.intra_op import METHODS, run_in_turn
@@ -139,7 +139,9 @@ def rank_apart(name: str, arguments: argparse.Namespace, cluster: Cluster) -> li
         runs = []
         for turn in range(arguments.processes):
             command = [sys.executable, "-m", "benchmarks.ranking", *asked, "--turn", str(turn)]
-            subprocess.run(command, check=True, timeout=MOST_SECONDS)
+            # Told before it starts, for the plans that take turns there leave holes in each other's memory.
+            environment = {**os.environ, **variables(os.environ)}
+            subprocess.run(command, check=True, timeout=MOST_SECONDS, env=environment)
             runs.append(msgspec.json.decode(rows.read_bytes(), type=list[Ranked]))
     clocks = {one.name: [row.clock_seconds for rows in runs for row in rows if row.name == one.name] for one in runs[0]}
     ranked = [replace(one, clock_seconds=statistics.median(clocks[one.name])) for one in runs[0]]
