@@ -44,7 +44,7 @@ def planned(case: str, choice: str) -> Plan:
 
 
 @pytest.mark.parametrize("case", ["gpt", "wide_resnet"])
-def test_plans_are_ranked_as_an_h100_ran_them(case: str) -> None:
+def test_plans_took_on_an_h100_the_time_and_the_memory_that_are_foretold(case: str) -> None:
     rows = rows_of(case)
     assert len(rows) >= 4
     clock = [row["clock_seconds"] for row in rows]
@@ -55,11 +55,7 @@ def test_plans_are_ranked_as_an_h100_ran_them(case: str) -> None:
     ratios = [said / seconds for said, seconds in zip(foretold, clock, strict=True)]
     assert all(1 - CLOSE <= ratio <= 1 + CLOSE for ratio in ratios), ratios
     assert abs(statistics.median(ratios) - 1) <= 0.15, ratios
-
-
-@pytest.mark.parametrize("case", ["gpt", "wide_resnet"])
-def test_the_memory_of_a_step_is_what_the_compiler_on_an_h100_took(case: str) -> None:
-    errors = [planned(case, row["name"]).peak_bytes / row["compiled_bytes"] - 1 for row in rows_of(case)]
+    errors = [planned(case, row["name"]).peak_bytes / row["compiled_bytes"] - 1 for row in rows]
     assert all(-0.05 <= error <= CLOSE for error in errors), errors
 
 
