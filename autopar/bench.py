@@ -53,12 +53,18 @@ class Bench:
 
         ``check`` is told the length of each chain and its compiled text.
         """
-        chains = [_unrolled(link, length, mesh, (x, *others)) for length in (1, CHAIN)]
+        chains = [self.compiled(_unrolled(link, length), mesh, (x, *others)) for length in (1, CHAIN)]
         if check is not None:
             for length, chain in zip((1, CHAIN), chains, strict=True):
                 check(length, chain.as_text())
         calls = (lambda chain=chain: chain(x, *others) for chain in chains)
         return self.timer.difference(*calls, extra=CHAIN - 1)
+
+    def compiled(self, function: Callable[..., Any], mesh: jax.sharding.Mesh, arguments: Sequence[jax.Array]) -> Any:
+        """An executable that does the same on every device, with its part of each argument."""
+        specs = (SPEC,) * len(arguments)
+        local = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=SPEC, check_vma=False)
+        return jax.jit(local).lower(*arguments).compile()
 
     def loop_seconds(self, trip: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, trips: int) -> float:
         """Seconds of one trip on each device: ``trip`` makes, of its number and an array, the next array."""
@@ -78,15 +84,12 @@ def spread(array: Any, mesh: jax.sharding.Mesh) -> jax.Array:
     return jax.device_put(array, NamedSharding(mesh, SPEC))
 
 
-def _unrolled(
-    link: Callable[..., jax.Array], length: int, mesh: jax.sharding.Mesh, arguments: tuple[jax.Array, ...]
-) -> Any:
-    """A compiled chain: ``link`` of its own result and of the other arguments in turn."""
+def _unrolled(link: Callable[..., jax.Array], length: int) -> Callable[..., jax.Array]:
+    """A chain: ``link`` of its own result and of the other arguments in turn."""
 
     def chain(value: jax.Array, *others: jax.Array) -> jax.Array:
         for number in range(length):
             value = link(value, others[number % len(others)]) if others else link(value)
         return value
 
-    local = jax.shard_map(chain, mesh=mesh, in_specs=(SPEC,) * len(arguments), out_specs=SPEC, check_vma=False)
-    return jax.jit(local).lower(*arguments).compile()
+    return chain

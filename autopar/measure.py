@@ -83,18 +83,18 @@ def measure(effort: Effort = FULL, say: Callable[[str], None] = lambda message: 
         measured_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         collectives=tuple(measuring.collectives()),
         products=tuple(measuring.products()),
-        elementwise=measuring.elementwise(),
+        elementwise=measuring.kernels.elementwise(),
         dispatch=measuring.dispatch(),
-        streamed=measuring.streamed(),
+        streamed=measuring.kernels.streamed(),
         fresh=fresh,
         operations=tuple(measuring.operations()),
-        reductions=measuring.reductions(),
+        reductions=measuring.kernels.reductions(),
         convolutions=tuple(measuring.convolutions()),
         waits=tuple(measuring.waits()),
-        turned_bytes_per_second=measuring.turned_bytes_per_second(),
+        turned_bytes_per_second=measuring.kernels.turned_bytes_per_second(),
         exchanges=measuring.exchanges() if on_cpu else None,
         world_collectives=measuring.world_collectives() if on_cpu else (),
-        host_copies=measuring.host_copies(),
+        host_copies=measuring.kernels.host_copies(),
     )
 
 
@@ -131,7 +131,7 @@ class Measuring:
         self._effort = effort
         self._say = say
         on_cpu = devices[0].platform == Platform.CPU.value
-        self._kernels: KernelTimes = (LoopedKernels if on_cpu else QueuedKernels)(self._bench, effort, say)
+        self.kernels: KernelTimes = (LoopedKernels if on_cpu else QueuedKernels)(self._bench, effort, say)
 
     # ------------------------------------------------------------------------------------------------------ what to time
 
@@ -177,18 +177,10 @@ class Measuring:
             samples = {}
             for side in self._effort.image_sides:
                 self._say(f"convolutions ({convolution.family.value}) of images [{side}, {side}]")
-                samples[convolution.flops(side)] = self._kernels.convolution_seconds(convolution, side)
+                samples[convolution.flops(side)] = self.kernels.convolution_seconds(convolution, side)
                 if samples[convolution.flops(side)] > self._effort.longest_seconds:
                     break
             yield ConvolutionCurve("float32", convolution.family, Curve.through(samples))
-
-    def elementwise(self) -> Curve:
-        """``x · a + b``: one array read, one written, touched by the kernel before."""
-        return self._kernels.elementwise()
-
-    def streamed(self) -> Curve:
-        """The same of arrays that were left alone while others filled the caches."""
-        return self._kernels.streamed()
 
     def fresh(self) -> Fresh:
         """What a call takes longer whose results or scratch are new memory than one that works in that of its arguments."""
@@ -206,23 +198,10 @@ class Measuring:
         """Seconds per FLOP of primitives that are no products."""
         for operation in self._effort.operations:
             self._say(operation.primitive)
-            seconds_per_flop = self._kernels.seconds_per_flop(operation)
+            seconds_per_flop = self.kernels.seconds_per_flop(operation)
             if seconds_per_flop is not None:
                 for name in (operation.primitive, *operation.like_it):
                     yield OperationRate(name, seconds_per_flop)
-
-    def reductions(self) -> Reductions | None:
-        """Of elements that lie in short rows and in columns."""
-        self._say("sums of short rows and of columns")
-        return self._kernels.reductions()
-
-    def turned_bytes_per_second(self) -> float | None:
-        """Of copies into another order."""
-        return self._kernels.turned_bytes_per_second()
-
-    def host_copies(self) -> Curve | None:
-        """Of copies between a device and its host."""
-        return self._kernels.host_copies()
 
     def exchanges(self) -> Curve:
         """What messages between processes cost the processors at each end."""

@@ -76,6 +76,7 @@ class LoopedKernels:
 
     def reductions(self) -> Reductions:
         """Of elements that lie in short rows and in columns, beyond what they take in long rows."""
+        self._say("sums of short rows and of columns")
         long, short, column = (self.seconds_per_flop(one) for one in (LONG_ROWS, SHORT_ROWS, OF_COLUMNS))
         return Reductions(max(SHORT_ROW * (short - long), LEAST_SECONDS), column)
 

@@ -15,7 +15,6 @@ differ in one number of their image, which is changed in place.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from autopar.bench import CHAIN, SPEC, Bench, spread
+from autopar.bench import CHAIN, Bench, spread
 from autopar.efforts import Effort
 from autopar.graph.fusion import FUSIBLE
 from autopar.measured_convolutions import Convolution
@@ -90,7 +89,7 @@ class QueuedKernels:
 
             return several
 
-        few, more = (self._compiled(passes(count), arrays) for count in (FEW_PASSES, MORE_PASSES))
+        few, more = (self._bench.compiled(passes(count), mesh, arrays) for count in (FEW_PASSES, MORE_PASSES))
         extra = (MORE_PASSES - FEW_PASSES) * pieces
         return self._bench.timer.difference(lambda: few(*arrays), lambda: more(*arrays), extra=extra)
 
@@ -138,37 +137,16 @@ class QueuedKernels:
             arrays = [self._bench.spread((array_bytes // 4,), self._bench.mesh(1)) for _ in range(CHAIN)]
             here = arrays[0].sharding
             there = here.with_memory_kind("pinned_host")
-            leave, come = _moved(here, there), _moved(there, here)
+            leave, come = (
+                jax.jit(lambda *values: values, in_shardings=source, out_shardings=target)
+                for source, target in ((here, there), (there, here))
+            )
             seconds = self._copy_seconds(leave, arrays) + self._copy_seconds(come, leave(*arrays))
             samples[float(array_bytes)] = seconds / 2
         return Curve.through(samples)
 
     def _copy_seconds(self, copy: Callable[..., Any], arrays: Sequence[jax.Array]) -> float:
         return self._bench.timer.difference(lambda: copy(arrays[0]), lambda: copy(*arrays), extra=len(arrays) - 1)
-
-    def _compiled(self, function: Callable[..., Any], arrays: Sequence[jax.Array]) -> Any:
-        local = jax.shard_map(
-            function,
-            mesh=self._bench.mesh(1),
-            in_specs=(SPEC,) * len(arrays),
-            out_specs=(SPEC,) * len(arrays),
-            check_vma=False,
-        )
-        return jax.jit(local).lower(*arrays).compile()
-
-
-def _moved(source: Any, target: Any) -> Callable[..., Any]:
-    """Any number of arrays in a call, from one memory to another."""
-
-    def copy(*arrays: jax.Array) -> Any:
-        return _identity(len(arrays), source, target)(*arrays)
-
-    return copy
-
-
-@functools.cache
-def _identity(count: int, source: Any, target: Any) -> Any:
-    return jax.jit(lambda *values: values, in_shardings=(source,) * count, out_shardings=(target,) * count)
 
 
 def _scaled(value: jax.Array) -> jax.Array:

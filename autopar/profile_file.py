@@ -5,10 +5,9 @@
 JSON, ``{"format": "autopar-profile", "version": 9, "profile": {…}}`` with the fields of ``Profile``; a curve is its list of
 ``[amount, seconds]``, as measured.  Files of version 1 lack ``streamed``, ``fresh`` and ``operations``,
 those of version 2 ``turned_bytes_per_second``, those of version 3 ``convolutions`` and ``waits``, those of version 4
-``exchanges``, those of version 5 ``world_collectives``, those of version 6 ``reductions``, those of version
-8 ``host_copies``, and are read without.  What they say
-of ``fresh``, up to version 7, was measured in a process that gave memory back after every call, as ours do no longer
-(:mod:`autopar.host_memory`), and is left out.
+``exchanges``, those of version 5 ``world_collectives``, those of version 6 ``reductions``, those of version 8
+``host_copies``, and are read without.  What they say of ``fresh``, up to version 7, was measured in a process that gave
+memory back after every call, as ours do no longer (:mod:`autopar.host_memory`), and is left out.
 Unknown fields, wrong types, NaN, negative numbers and cut files are refused with the file, the place in it, and what to do.
 
 The default place is the user's cache directory, one file for each machine, backend, kind and number of devices.  The

@@ -37,7 +37,7 @@ from rich.table import Table
 import autopar
 from autopar.cluster import Cluster
 from autopar.cost_model.hlo import memory_bytes
-from autopar.errors import BudgetError, PlanError
+from autopar.errors import PlanError
 from benchmarks.models import build
 from benchmarks.ranking import Ranked, verdict_table
 
@@ -161,7 +161,7 @@ def measured(case: Case, arguments: argparse.Namespace, cluster: Cluster, say: C
     for name in arguments.choices:
         try:
             yield bench.planned(name, cluster)
-        except (PlanError, BudgetError) as error:
+        except PlanError as error:
             say.print(f"{name}: {str(error).splitlines()[0]}")
 
 
