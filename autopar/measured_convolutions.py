@@ -7,7 +7,8 @@ of :class:`autopar.profile.ConvolutionFamily` are those that a layer and its gra
     its gradient of the weights    as many, with an image of all positions as the window
 
 and the same of a transposed convolution, whose image is dilated: window and stride 2, n·s²·2²·c² multiplications.  The
-gradient of the input is a convolution of the first kind.
+gradient of the input is a convolution of the first kind.  The gradient of the weights of a layer with w = 1 is a family of its
+own; so is a dilated image of fewer positions than the window, of 2 × 2 under w = 3, of which there are n·s²/4.
 """
 
 from __future__ import annotations
@@ -30,22 +31,23 @@ class Convolution:
 
     family: ConvolutionFamily
     features: int
+    window: int = 3
+    """Positions along a side of the layer's window."""
     transposed: bool = False
     of_weights: bool = False
     """The gradient of the weights, whose operands are image and result."""
-
-    @property
-    def window(self) -> int:
-        """Positions along a side of the layer's window."""
-        return 2 if self.transposed else 3
+    own_side: int | None = None
+    """Positions along a side of images that do not grow: there are as many more instead."""
 
     def shapes(self, side: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of the operands, for images of so many positions along a side."""
-        image = (IMAGES, side, side, self.features)
+        """Of the operands, for as many positions in all as images with so many along a side have."""
+        own_side = self.own_side or side
+        images = IMAGES * side**2 // own_side**2
+        image = (images, own_side, own_side, self.features)
         if not self.of_weights:
             return image, (self.window, self.window, self.features, self.features)
-        result_side = 2 * side if self.transposed else side
-        return image, (IMAGES, result_side, result_side, self.features)
+        result_side = 2 * own_side if self.transposed else own_side
+        return image, (images, result_side, result_side, self.features)
 
     def flops(self, side: int) -> float:
         """FLOPs of one, a multiply-add counted as two; holes are not multiplied."""
@@ -68,10 +70,12 @@ class Convolution:
 CONVOLUTIONS = (
     Convolution(ConvolutionFamily.FEW_FEATURES, FEW_FEATURES),
     Convolution(ConvolutionFamily.MANY_FEATURES, MANY_FEATURES),
-    Convolution(ConvolutionFamily.DILATED, MANY_FEATURES, transposed=True),
+    Convolution(ConvolutionFamily.DILATED, MANY_FEATURES, window=2, transposed=True),
     Convolution(ConvolutionFamily.LARGE_FEW_FEATURES, FEW_FEATURES, of_weights=True),
     Convolution(ConvolutionFamily.LARGE_MANY_FEATURES, MANY_FEATURES, of_weights=True),
-    Convolution(ConvolutionFamily.LARGE_DILATED, MANY_FEATURES, transposed=True, of_weights=True),
+    Convolution(ConvolutionFamily.LARGE_DILATED, MANY_FEATURES, window=2, transposed=True, of_weights=True),
+    Convolution(ConvolutionFamily.LARGE_POINT, MANY_FEATURES, window=1, of_weights=True),
+    Convolution(ConvolutionFamily.SMALL_DILATED, MANY_FEATURES, transposed=True, own_side=2),
 )
 
 ON_ACCELERATORS = tuple(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from autopar.bench import Bench
 from autopar.cluster import Cluster
 from autopar.cost_model.hlo import step_seconds
 from autopar.cost_model.hlo_parser import parse_module
-from autopar.cost_model.hlo_work import family_of_convolution
+from autopar.cost_model.hlo_work import shape_of_convolution
 from autopar.cost_model.predict import run_costs
 from autopar.efforts import FULL
 from autopar.graph.flops import flops_of
@@ -27,7 +28,7 @@ from autopar.graph.fusion import fuse
 from autopar.graph.ir import Phase
 from autopar.measured_collectives import collective_seconds, waiting_seconds
 from autopar.measured_convolutions import CONVOLUTIONS, Convolution
-from autopar.profile import ConvolutionCurve, ConvolutionFamily, Curve, Profile, WaitCurve, convolution_family
+from autopar.profile import ConvolutionCurve, ConvolutionFamily, ConvolutionShape, Curve, Profile, WaitCurve
 from autopar.profile_file import load_profile, save_profile
 from autopar.timing import Timer
 from tests.test_profile import profile_of
@@ -54,14 +55,16 @@ def test_a_profile_with_all_of_it_survives_its_file(tmp_path: Any) -> None:
 # -------------------------------------------------------------------------------------------------------- convolutions
 
 
-def family_of_equation(equation: Any) -> ConvolutionFamily:
+def shape_of_equation(equation: Any) -> ConvolutionShape:
     numbers = equation.params["dimension_numbers"]
     image, window = (var.aval.shape for var in equation.invars)
     result = equation.outvars[0].aval.shape
-    return convolution_family(
+    return ConvolutionShape(
         window_positions=math.prod(window[dim] for dim in numbers.rhs_spec[2:]),
+        image_positions=math.prod(image[dim] for dim in numbers.lhs_spec[2:]),
         result_positions=math.prod(result[dim] for dim in numbers.out_spec[2:]),
-        features=max(image[numbers.lhs_spec[1]], result[numbers.out_spec[1]]),
+        image_features=image[numbers.lhs_spec[1]],
+        result_features=result[numbers.out_spec[1]],
         is_dilated=math.prod(equation.params["lhs_dilation"]) > 1,
     )
 
@@ -80,7 +83,7 @@ def test_measured_convolutions_are_of_their_family_and_of_so_many_flops(convolut
             if equation.primitive.name == "conv_general_dilated"
         ]
         assert len(equations) == 1
-        assert family_of_equation(equations[0]) is convolution.family
+        assert shape_of_equation(equations[0]).family is convolution.family
         assert flops_of(equations[0]) == convolution.flops(side)
 
 
@@ -138,16 +141,61 @@ def test_pieces_of_a_wide_layer_may_be_narrow() -> None:
     ).compile(jax.ShapeDtypeStruct((3, 3, 8, 32), "float32"), jax.ShapeDtypeStruct((1, 16, 16, 8), "float32"))
     (run,) = run_costs(made.program, fuse(made.subject.graph), cluster)
     assert run.seconds == curves[few].at(run.flops)
-    assert family_of_equation(run.operator.equation) is many
+    assert shape_of_equation(run.operator.equation).family is many
+
+
+def test_pieces_of_few_features_are_priced_as_if_they_filled_vectors() -> None:
+    """Two of 64 features gather all that they are sums of, as sixteen would; so do results that are sums of four numbers."""
+    wide = ConvolutionShape(9, 64, 64, image_features=64, result_features=64, is_dilated=False)
+    assert wide.filling == 1
+    assert replace(wide, result_features=2).filling == 8
+    assert replace(wide, image_features=2, window_positions=2).filling == 4
+    assert replace(wide, image_features=2).filling == 1  # 18 numbers
+    curve = Curve(((1e6, 1e-3), (1e9, 1.0)))
+    profile = profile_of(convolutions=(ConvolutionCurve("float32", ConvolutionFamily.MANY_FEATURES, curve),))
+    assert profile.convolution_seconds(1e7, replace(wide, result_features=2), "float32") == curve.at(8e7)
+
+
+def test_families_that_an_older_profile_lacks_take_the_curves_of_their_likes() -> None:
+    likes = {
+        ConvolutionFamily.LARGE_POINT: ConvolutionFamily.LARGE_MANY_FEATURES,
+        ConvolutionFamily.SMALL_DILATED: ConvolutionFamily.DILATED,
+    }
+    shapes = {
+        ConvolutionFamily.LARGE_POINT: ConvolutionShape(64, 64, 1, 32, 32, is_dilated=False),
+        ConvolutionFamily.SMALL_DILATED: ConvolutionShape(9, 4, 16, 32, 32, is_dilated=True),
+    }
+    held = {one.family: one for one in CONVOLUTION_CURVES}
+    for family, shape in shapes.items():
+        assert shape.family is family
+        older = profile_of(convolutions=tuple(one for one in CONVOLUTION_CURVES if one.family is not family))
+        assert older.convolution_seconds(1e5, shape, "float32") == held[likes[family]].curve.at(1e5)
+        newer = profile_of(convolutions=CONVOLUTION_CURVES)
+        assert newer.convolution_seconds(1e5, shape, "float32") == held[family].curve.at(1e5)
+
+
+def test_an_image_that_changed_places_with_its_window_is_recognised() -> None:
+    """XLA:CPU takes a dilated image of 2 × 2 for the window of one of 3 × 3."""
+    layer = partial(lax.conv_transpose, strides=(2, 2), padding="SAME", dimension_numbers=DIMENSIONS)
+    image, window = jnp.zeros((16, 2, 2, 32)), jnp.zeros((3, 3, 32, 32))
+    (equation,) = jax.make_jaxpr(layer)(image, window).eqns
+    module = parse_module(jax.jit(layer).lower(image, window).compile().as_text())
+    (shape,) = (
+        shape
+        for computation in module.computations.values()
+        for instruction in computation.instructions
+        if (shape := shape_of_convolution(instruction, computation)) is not None
+    )
+    assert shape.family is shape_of_equation(equation).family is ConvolutionFamily.SMALL_DILATED
 
 
 def test_families_of_compiled_convolutions_are_those_of_the_program() -> None:
     text = jax.jit(convolutional_step).lower(WEIGHTS, IMAGES).compile().as_text()
     found = Counter(
-        family
+        shape.family
         for computation in parse_module(text).computations.values()
         for instruction in computation.instructions
-        if (family := family_of_convolution(instruction, computation)) is not None
+        if (shape := shape_of_convolution(instruction, computation)) is not None
     )
     assert found == FAMILIES
 

@@ -26,10 +26,10 @@ from types import MappingProxyType
 from autopar.cluster import Cluster
 from autopar.cost_model.hlo_parser import HloComputation, HloInstruction, HloModule, HloShape, numpy_dtype_name
 from autopar.cost_model.hlo_steps import Step
-from autopar.cost_model.hlo_work import FlopCounter, alias_source, family_of_convolution
+from autopar.cost_model.hlo_work import FlopCounter, alias_source, shape_of_convolution
 from autopar.cost_model.roofline import Reduction, convolution_seconds, operator_seconds, reduction_seconds, row_of
 from autopar.graph.flops import WEIGHTS
-from autopar.profile import ConvolutionFamily, Profile
+from autopar.profile import ConvolutionShape, Profile
 
 _PRIMITIVES: Mapping[str, str] = MappingProxyType(
     {
@@ -105,8 +105,8 @@ class Kernels:
         if not (flops := work.total()):
             return 0.0
         opcode, dtype = instruction.opcode, numpy_dtype_name(work.most_common(1)[0][0])
-        if (family := self._family(instruction, computation)) is not None:
-            return convolution_seconds(flops, _bytes_of(instruction, computation), dtype, family, self._cluster)
+        if (shape := self._convolution(instruction, computation)) is not None:
+            return convolution_seconds(flops, _bytes_of(instruction, computation), dtype, shape, self._cluster)
         if opcode in _PRODUCTS:
             return operator_seconds(flops, _bytes_of(instruction, computation), dtype, self._cluster, "dot_general")
         if opcode == "reduce":
@@ -126,10 +126,10 @@ class Kernels:
         )
         return reduction_seconds(operand.elements, 0.0, dtype, reduction, self._cluster)
 
-    def _family(self, instruction: HloInstruction, computation: HloComputation) -> ConvolutionFamily | None:
+    def _convolution(self, instruction: HloInstruction, computation: HloComputation) -> ConvolutionShape | None:
         if instruction.opcode not in ("convolution", "custom-call"):
             return None
-        return family_of_convolution(instruction, computation)
+        return shape_of_convolution(instruction, computation)
 
     def _fold(self, instruction: HloInstruction) -> str:
         """What a reduction or a window folds its elements with, as primitives are called."""

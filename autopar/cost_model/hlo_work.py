@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from autopar.cost_model.hlo_parser import HloComputation, HloInstruction, HloModule, HloShape
-from autopar.profile import ConvolutionFamily, convolution_family
+from autopar.profile import ConvolutionShape
 
 _ARITHMETIC_OPCODES = """
     abs add and atan2 cbrt ceil clamp compare complex cosine count-leading-zeros divide erf exponential
@@ -188,8 +188,8 @@ def _window(instruction: HloInstruction) -> Mapping[str, tuple[int, ...]]:
     return {key: tuple(int(part.split("_")[0]) for part in value.split("x")) for key, value in found}
 
 
-def family_of_convolution(instruction: HloInstruction, computation: HloComputation) -> ConvolutionFamily | None:
-    """The family of a convolution or of a call of cuDNN; None for anything else."""
+def shape_of_convolution(instruction: HloInstruction, computation: HloComputation) -> ConvolutionShape | None:
+    """What the price of a convolution or of a call of cuDNN depends on; None for anything else."""
     arrays = _convolved(instruction, computation.operand_shapes(instruction))
     if arrays is None or (labels := _dim_labels(instruction)) is None:
         return None
@@ -198,18 +198,25 @@ def family_of_convolution(instruction: HloInstruction, computation: HloComputati
     def positions(shape: HloShape, places_of: str) -> int:
         return math.prod(extent for extent, mark in zip(shape.dims, places_of, strict=True) if mark.isdigit())
 
-    sizes = positions(window, marks[1]), positions(out, marks[2])
-    features = max(image.dims[marks[0].index("f")], out.dims[marks[2].index("f")])
+    image_positions, window_positions, result_positions = (
+        positions(shape, mark) for shape, mark in zip((image, window, out), marks, strict=True)
+    )
+    image_features = image.dims[marks[0].index("f")]
     if _target(instruction).endswith("BackwardFilter"):  # the gradient is the window, and images are what it sums over
-        sizes = sizes[1], sizes[0]
-        features = max(image.dims[marks[0].index("b")], out.dims[marks[2].index("f")])
+        window_positions, result_positions = result_positions, window_positions
+        image_features = image.dims[marks[0].index("b")]
     numbers = _window(instruction)
+    dilation = "lhs_dilate"
     # XLA may have let image and window change places, which turns the one that is now the window round.
-    dilation = "rhs_dilate" if math.prod(numbers.get("rhs_reversal", (0,))) else "lhs_dilate"
-    return convolution_family(
-        window_positions=sizes[0],
-        result_positions=sizes[1],
-        features=features,
+    if math.prod(numbers.get("rhs_reversal", (0,))):
+        dilation = "rhs_dilate"
+        image_positions, window_positions = window_positions, image_positions
+    return ConvolutionShape(
+        window_positions=window_positions,
+        image_positions=image_positions,
+        result_positions=result_positions,
+        image_features=image_features,
+        result_features=out.dims[marks[2].index("f")],
         is_dilated=math.prod(numbers.get(dilation, (1,))) > 1,
     )
 

@@ -24,7 +24,7 @@ from autopar.cost_model.roofline import (
 )
 from autopar.graph.ir import Operator, Phase, Value
 from autopar.plan import Strategy
-from autopar.profile import ConvolutionFamily, convolution_family
+from autopar.profile import ConvolutionShape
 from autopar.schedule.reshard import local_shape
 
 REDUCTIONS = frozenset(("reduce_sum", "reduce_max", "reduce_min"))
@@ -73,8 +73,8 @@ def kernel_cost(kernel: Kernel, strategy: Strategy, mesh: Mesh, cluster: Cluster
     flops = operator.flops / pieces
     dtype = kernel.results[0].dtype if kernel.results else "float32"
     if operator.primitive == "conv_general_dilated":
-        family = _family(kernel, strategy, mesh)
-        return KernelCost(flops, traffic, convolution_seconds(flops, traffic, dtype, family, cluster))
+        shape = _convolution_shape(kernel, strategy, mesh)
+        return KernelCost(flops, traffic, convolution_seconds(flops, traffic, dtype, shape, cluster))
     streamed = operator.phase is Phase.UPDATE
     if operator.primitive in REDUCTIONS and cluster.profile is not None:  # nothing else tells rows from columns
         reduction = Reduction(operator.primitive, _row(kernel, strategy, mesh))
@@ -92,8 +92,8 @@ def _row(kernel: Kernel, strategy: Strategy, mesh: Mesh) -> int | None:
     return row_of(shape, range(len(shape)), operator.equation.params["axes"])
 
 
-def _family(kernel: Kernel, strategy: Strategy, mesh: Mesh) -> ConvolutionFamily:
-    """Of the piece of a convolution that one device runs: cut features may be few."""
+def _convolution_shape(kernel: Kernel, strategy: Strategy, mesh: Mesh) -> ConvolutionShape:
+    """Of the piece that one device runs: cut features may be few.  Positions are never cut here."""
     operator = kernel.operator
     parameters = operator.equation.params
     numbers = parameters["dimension_numbers"]
@@ -102,9 +102,11 @@ def _family(kernel: Kernel, strategy: Strategy, mesh: Mesh) -> ConvolutionFamily
     (result,) = kernel.results
     image_shape = local_shape(image.shape, strategy.operand(operator.rule, 0, mesh), mesh)
     result_shape = local_shape(result.shape, strategy.result(operator.rule, 0, mesh), mesh)
-    return convolution_family(
+    return ConvolutionShape(
         window_positions=math.prod(window.shape[dim] for dim in numbers.rhs_spec[2:]),
+        image_positions=math.prod(image.shape[dim] for dim in numbers.lhs_spec[2:]),
         result_positions=math.prod(result.shape[dim] for dim in numbers.out_spec[2:]),
-        features=max(image_shape[numbers.lhs_spec[1]], result_shape[numbers.out_spec[1]]),
+        image_features=image_shape[numbers.lhs_spec[1]],
+        result_features=result_shape[numbers.out_spec[1]],
         is_dilated=math.prod(parameters["lhs_dilation"] or ()) > 1,
     )

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from autopar.cluster import Cluster
 from autopar.errors import ClusterError
-from autopar.profile import ConvolutionFamily
+from autopar.profile import ConvolutionShape
 
 PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
 """Primitives that the matrix units run."""
@@ -76,11 +76,11 @@ def operator_seconds(
 
 
 def convolution_seconds(
-    flops: float, bytes_moved: float, dtype: str, family: ConvolutionFamily, cluster: Cluster
+    flops: float, bytes_moved: float, dtype: str, shape: ConvolutionShape, cluster: Cluster
 ) -> float:
     """Seconds of a convolution per device, as :func:`operator_seconds`; where its family was measured, by that curve."""
     profile = cluster.profile
-    measured = None if profile is None else profile.convolution_seconds(flops, family, dtype)
+    measured = None if profile is None else profile.convolution_seconds(flops, shape, dtype)
     if profile is None or measured is None:
         return operator_seconds(flops, bytes_moved, dtype, cluster, "conv_general_dilated")
     return max(measured, profile.memory_seconds(bytes_moved, streamed=False))

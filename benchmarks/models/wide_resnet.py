@@ -50,7 +50,7 @@ def _published(stages: tuple[int, ...], channels: int, width: int, batch_size: i
 CONFIGS: Mapping[str, ResNetConfig] = MappingProxyType(
     {
         Size.TOY: ResNetConfig((1, 1), channels=8, width=2, image=16, classes=16, batch_size=8),
-        Size.BENCH: ResNetConfig((1, 1, 1), channels=16, width=2, image=32, classes=64, batch_size=16),
+        Size.BENCH: ResNetConfig((1, 1, 1), channels=16, width=2, image=32, classes=64, batch_size=128),
         "250M": _published(RESNET50, 160, 2),
         "500M": _published(RESNET50, 224, 2),
         "1B": _published(RESNET50, 320, 2),
