@@ -7,7 +7,8 @@ Every method on every mesh shape that it can use is planned, compiled and timed 
 model take turns, so that a drift of the machine hits all alike: as many as asked for, and so many more that each plan runs for a
 second, for medians of short steps differ from run to run by what shall be told apart.  So do those of processes: where arrays
 happen to lie makes the same step up to a tenth slower for as long as its process lives.  So several processes measure, and what
-counts of each plan is the median of theirs.  Per model:
+counts of each plan is the median of theirs.  The first plans and compiles; the others take its plans, and its executables out
+of JAX's cache.  Per model:
 
     tau     Kendall's: (pairs in the right order − pairs in the wrong order) / pairs, over the pairs of plans whose clocks
             differ by at least 5%
@@ -27,10 +28,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -47,6 +47,7 @@ from autopar.errors import PlanError
 from autopar.graph.fusion import fuse
 from autopar.host_memory import keep_freed_memory, variables
 from autopar.measure import measure
+from autopar.plan import Plan
 from autopar.profile_file import save_profile
 from benchmarks.intra_op import METHODS, run_in_turn
 from benchmarks.models import FAMILIES, Model, build
@@ -67,6 +68,43 @@ class Ranked:
     profile_seconds: float
     plain_seconds: float
     clock_seconds: float
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A folder in which the processes that measure a model leave things for one another."""
+
+    folder: Path
+
+    @property
+    def rows(self) -> Path:
+        """What the last process measured."""
+        return self.folder / "rows.json"
+
+    @property
+    def plans(self) -> Path:
+        """Where the plans lie, numbered, by name."""
+        return self.folder / "plans"
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Of an environment in which executables are kept here, however soon they were compiled."""
+        return {
+            "JAX_COMPILATION_CACHE_DIR": str(self.folder / "executables"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+
+    def write(self, plans: Mapping[str, Plan]) -> None:
+        """Leave the plans for :meth:`read`."""
+        self.plans.mkdir()
+        for number, (name, plan) in enumerate(plans.items()):
+            plan.save(self.plans / f"{number:02} {name}.json")
+
+    def read(self) -> Iterator[tuple[str, Plan]]:
+        """The plans and their names, in the order in which they were made."""
+        for path in sorted(self.plans.iterdir()):
+            yield path.stem.partition(" ")[2], Plan.load(path)
 
 
 @dataclass(frozen=True)
@@ -97,17 +135,17 @@ def main() -> None:
     parser.add_argument("--size", default="bench")
     parser.add_argument("--rounds", type=int, default=9, help="in each process")
     parser.add_argument("--processes", type=int, default=3)
-    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # of a process that measures one model for another
+    parser.add_argument("--kept", type=Path, help=argparse.SUPPRESS)  # of a process that measures one model for another
     parser.add_argument("--turn", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--profile", default="auto", help="auto (measure if there is none), measure, none, or a file")
     parser.add_argument("--quick", action="store_true", help="measure quickly")
     arguments = parser.parse_args()
     keep_freed_memory()  # as where steps run, and before JAX starts
     cluster = priced(arguments.profile, arguments.quick)
-    if arguments.rows is not None:
+    if arguments.kept is not None:
         (name,) = arguments.models
-        rows = rank(build(name, arguments.size), cluster, arguments.rounds, arguments.turn)
-        arguments.rows.write_bytes(msgspec.json.encode(rows))
+        rows = rank(build(name, arguments.size), cluster, arguments.rounds, Kept(arguments.kept), arguments.turn)
+        Kept(arguments.kept).rows.write_bytes(msgspec.json.encode(rows))
         return
     console = Console(width=130)
     ranked = {}
@@ -131,26 +169,33 @@ def priced(profile: str, quick: bool) -> Cluster:
 def rank_apart(name: str, arguments: argparse.Namespace, cluster: Cluster) -> list[Ranked]:
     """Every plan, fastest first, as measured by processes of its own one after the other."""
     with tempfile.TemporaryDirectory() as folder:
-        profile, rows = Path(folder, "profile.json"), Path(folder, "rows.json")
+        profile, kept = Path(folder, "profile.json"), Kept(Path(folder))
         if cluster.profile is not None:
             save_profile(cluster.profile, profile)
-        asked = ["--models", name, "--size", arguments.size, "--rounds", str(arguments.rounds), "--rows", str(rows)]
+        asked = ["--models", name, "--size", arguments.size, "--rounds", str(arguments.rounds), "--kept", folder]
         asked += ["--profile", "none" if cluster.profile is None else str(profile)]
+        # Told before it starts, for the plans that take turns there leave holes in each other's memory.
+        environment = {**os.environ, **variables(os.environ), **kept.variables}
         runs = []
         for turn in range(arguments.processes):
             command = [sys.executable, "-m", "benchmarks.ranking", *asked, "--turn", str(turn)]
-            # Told before it starts, for the plans that take turns there leave holes in each other's memory.
-            environment = {**os.environ, **variables(os.environ)}
             subprocess.run(command, check=True, timeout=MOST_SECONDS, env=environment)
-            runs.append(msgspec.json.decode(rows.read_bytes(), type=list[Ranked]))
+            runs.append(msgspec.json.decode(kept.rows.read_bytes(), type=list[Ranked]))
     clocks = {one.name: [row.clock_seconds for rows in runs for row in rows if row.name == one.name] for one in runs[0]}
     ranked = [replace(one, clock_seconds=statistics.median(clocks[one.name])) for one in runs[0]]
     return sorted(ranked, key=lambda one: one.clock_seconds)
 
 
-def rank(model: Model, cluster: Cluster, rounds: int, turn: int) -> list[Ranked]:
+def rank(model: Model, cluster: Cluster, rounds: int, kept: Kept, turn: int) -> list[Ranked]:
     """Every plan; the one numbered ``turn`` begins."""
-    found = list(plans(model, cluster).items())
+    if not kept.plans.exists():
+        kept.write(plans(model, cluster))
+    arguments = model.abstract_state(), model.abstract_batch()
+    found = []
+    for name, plan in kept.read():
+        step = autopar.parallelize(cluster=cluster)(model.train_step)
+        step.use(plan)
+        found.append((name, step.compile(*arguments)))
     begins = turn % len(found)
     compiled = dict(found[begins:] + found[:begins])
     plain = cluster.with_profile(None)
@@ -164,22 +209,19 @@ def rank(model: Model, cluster: Cluster, rounds: int, turn: int) -> list[Ranked]
     return [Ranked(name, by_profile, by_figures, clocks[name]) for name, (by_profile, by_figures) in foretold.items()]
 
 
-def plans(model: Model, cluster: Cluster) -> dict[str, Any]:
-    """Compiled steps by name; of plans that are the same the first."""
+def plans(model: Model, cluster: Cluster) -> dict[str, Plan]:
+    """Every plan by name; of plans that are the same the first."""
     state, batch = model.abstract_state(), model.abstract_batch()
-    compiled: dict[str, Any] = {}
-    seen = []
+    found: dict[str, Plan] = {}
     step = autopar.parallelize(cluster=cluster)(model.train_step)
     for method, mesh in itertools.product(METHODS, cluster.logical_mesh_shapes()):
-        one = step.with_options(method=method, mesh_shape=mesh.axis_sizes)
         try:
-            stages = one.plan(state, batch).stages
+            plan = step.with_options(method=method, mesh_shape=mesh.axis_sizes).plan(state, batch)
         except PlanError:
             continue  # not a mesh of this method, or too large for a device
-        if stages not in seen:
-            seen.append(stages)
-            compiled[f"{method} {'×'.join(map(str, mesh.axis_sizes))}"] = one.compile(state, batch)
-    return compiled
+        if plan.stages not in [one.stages for one in found.values()]:
+            found[f"{method} {'×'.join(map(str, mesh.axis_sizes))}"] = plan
+    return found
 
 
 def plan_table(title: str, rows: Sequence[Ranked]) -> Table:
