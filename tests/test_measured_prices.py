@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 from collections import Counter
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -22,6 +24,7 @@ from autopar.cost_model.hlo import step_seconds
 from autopar.cost_model.hlo_parser import parse_module
 from autopar.cost_model.hlo_work import shape_of_convolution
 from autopar.cost_model.predict import run_costs
+from autopar.cost_model.waits import WorkSinceAxes, WorkSinceGroups
 from autopar.efforts import FULL
 from autopar.graph.flops import flops_of
 from autopar.graph.fusion import fuse
@@ -242,6 +245,40 @@ def test_waits_of_the_compiled_program_are_those_of_the_plan() -> None:
         for waits in ((), EVEN)
     )
     assert even - plain == pytest.approx(ALWAYS)
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4), (2, 2, 2), (3, 2)])
+def test_work_since_axes_met_is_that_since_their_groups_met(shape: tuple[int, ...]) -> None:
+    axes = "abc"[: len(shape)]
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    drawn = random.Random(math.prod(shape))
+    by_axes, by_groups = WorkSinceAxes(), WorkSinceGroups(numbers.size)
+    for _ in range(200):
+        seconds = drawn.choice((0.0, 1.0, 2.5))
+        by_axes.work(seconds)
+        by_groups.work(seconds)
+        over = sorted(drawn.sample(range(len(shape)), drawn.randint(1, len(shape))))
+        rest = [dim for dim in range(len(shape)) if dim not in over]
+        groups = numbers.transpose(*rest, *over).reshape(-1, math.prod(shape[dim] for dim in over))
+        expected = by_axes.meet(tuple(axes[dim] for dim in over))
+        assert by_groups.meet([tuple(map(int, group)) for group in groups]) == expected
+
+
+def test_pairs_that_met_along_one_axis_still_wait_for_those_along_another() -> None:
+    since = WorkSinceAxes()
+    since.work(3.0)
+    assert since.meet(("a",)) == 3.0
+    assert since.meet(("b",)) == 3.0  # nobody has heard of these yet
+    assert since.meet(("a", "b")) == since.meet(("b",)) == 0.0
+    since.work(1.0)
+    assert since.meet(("a", "b")) == 1.0
+    alone = WorkSinceGroups(4)
+    alone.work(2.0)
+    assert alone.meet([(0, 1)]) == 2.0
+    alone.work(1.0)
+    assert alone.meet([(1, 2)]) == 3.0
+    assert alone.meet([(0, 2)]) == 3.0  # the third heard of the first from the second, the first nothing of the third
+    assert alone.meet([(0, 1, 2)]) == 1.0
 
 
 def test_the_planner_counts_on_waits() -> None:

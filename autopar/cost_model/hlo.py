@@ -35,7 +35,7 @@ from autopar.cost_model.hlo_parser import HloModule, parse_module
 from autopar.cost_model.hlo_steps import Step, bytes_of, executed_steps, flops_of, is_collective
 from autopar.cost_model.hlo_work import FlopCounter, instruction_bytes
 from autopar.cost_model.new_memory import new_memory_seconds
-from autopar.cost_model.waits import Waiting, waiting
+from autopar.cost_model.waits import Waiting, WorkSinceGroups, waiting
 from autopar.errors import ClusterError
 
 __all__ = [
@@ -148,23 +148,25 @@ def step_seconds(
     steps, notes = executed_steps(module)
     counter = FlopCounter(module)
     kernels = Kernels(module, cluster, counter)
-    compute_seconds = total_flops = total_bytes = since_seconds = 0.0
+    own = collectives_of(steps, module)
+    meeting, since = iter(own), WorkSinceGroups(module.num_devices)
+    compute_seconds = total_flops = total_bytes = 0.0
     worked_seconds: dict[str, float] = {}
     lengths: list[float] = []
     for step in steps:
         lengths.append(0.0)
         if is_collective(step.instruction):
-            worked_seconds[step.instruction.name], since_seconds = since_seconds, 0.0
+            worked_seconds[step.instruction.name] = since.meet(next(meeting).groups)
             continue
         flops_by_dtype = counter.instruction(step.instruction, step.computation)
         moved = instruction_bytes(step.instruction, step.computation, module)
         seconds = kernels.seconds(step, flops_by_dtype, moved)
-        since_seconds += seconds
+        since.work(seconds)
         lengths[-1] = step.times * seconds
         compute_seconds += lengths[-1]
         total_flops += step.times * flops_by_dtype.total()
         total_bytes += step.times * moved
-    ran = collectives_of(steps, module) if found is None else tuple(found)
+    ran = own if found is None else tuple(found)
     sent = [
         one.count * (_seconds_once(one, cluster) + _waiting(one, cluster)(worked_seconds.get(one.name, 0.0)))
         for one in ran

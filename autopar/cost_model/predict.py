@@ -28,7 +28,7 @@ from autopar.cost_model.new_memory import new_memory_seconds
 from autopar.cost_model.nodes import Arrays
 from autopar.cost_model.overlap import Move, hidden_seconds
 from autopar.cost_model.reshard import COLLECTIVE_OF_MOVE, collective_bytes, copy_seconds, move_seconds, order_of
-from autopar.cost_model.waits import axes_waiting
+from autopar.cost_model.waits import WorkSinceAxes, axes_waiting
 from autopar.graph.fusion import Fusion
 from autopar.graph.ir import Operator, Phase
 from autopar.graph.products import turning_points
@@ -204,22 +204,21 @@ def _sent(
 
 
 class _Waits:
-    """How much all devices have worked since the collective before, on the way through a program."""
+    """What collectives wait for devices that still work, on the way through a program."""
 
     def __init__(self, mesh: Mesh, cluster: Cluster, runs: Iterable[RunCost]) -> None:
         self._mesh, self._cluster = mesh, cluster
         self._runs = iter(runs)
-        self._worked_seconds = 0.0
+        self._since = WorkSinceAxes()
 
     def work(self, step: Run, trips: int) -> None:
         """An operator of the program; loops are met as what runs in them, once."""
         if not step.bodies:
-            self._worked_seconds += next(self._runs).seconds / trips
+            self._since.work(next(self._runs).seconds / trips)
 
     def wait(self, axes: tuple[str, ...]) -> float:
         """Seconds that a collective over these axes waits here."""
-        worked, self._worked_seconds = self._worked_seconds, 0.0
-        return axes_waiting(axes, self._mesh, self._cluster)(worked)
+        return axes_waiting(axes, self._mesh, self._cluster)(self._since.meet(axes))
 
 
 def _extremes(step: Run, program: SpmdProgram, cluster: Cluster, trips: int, waits: _Waits) -> list[CollectiveUse]:

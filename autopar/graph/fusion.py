@@ -144,6 +144,7 @@ def _reads(graph: Graph, own: set[int], roots: dict[int, frozenset[int]]) -> dic
                 continue
             fresh = [(root, operand) for root in roots[operator.id] if (root, operand) not in charged]
             charged.update(fresh)
-            positions.extend([position] * len(fresh))
+            # Each kernel reads the part that it needs of what is split; together they read it once.
+            positions.extend([position] * (min(len(fresh), 1) if operator.primitive == "split" else len(fresh)))
         reads[operator.id] = tuple(positions)
     return reads
