@@ -35,7 +35,7 @@ class LSTMConfig:
 CONFIGS: Mapping[str, LSTMConfig] = MappingProxyType(
     {
         Size.TOY: LSTMConfig(128, 32, 2, sequence=8, batch_size=8, dropout=0.1, learning_rate=8.0),
-        Size.BENCH: LSTMConfig(4096, 256, 2, sequence=32, batch_size=32, dropout=0.2),
+        Size.BENCH: LSTMConfig(4096, 256, 2, sequence=32, batch_size=160, dropout=0.2),
         "66M": LSTMConfig(10_000, 1500, 2, sequence=35, batch_size=160, dropout=0.65),
     }
 )
