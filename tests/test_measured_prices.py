@@ -281,6 +281,28 @@ def test_pairs_that_met_along_one_axis_still_wait_for_those_along_another() -> N
     assert alone.meet([(0, 1, 2)]) == 1.0
 
 
+def test_combined_collectives_wait_for_the_work_before_the_last_of_them() -> None:
+    """Two gradients are summed as one, when the second is there: the wait is for all the work, and stands with the second."""
+
+    def step(weights: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.grad(lambda weights: (jnp.tanh(x @ weights[0]) @ weights[1] ** 2).sum())(weights)
+
+    weights = tuple(jax.ShapeDtypeStruct((256, 256), "float32") for _ in range(2))
+    plain, growing = (
+        autopar.parallelize(
+            step, cluster=Cluster.local(profile=profile_of(waits=waits)), method="data_parallel", batch_argnums=(1,)
+        ).compile(weights, jax.ShapeDtypeStruct((1 << 16, 256), "float32"))
+        for waits in ((), GROWING)
+    )
+    waited = [
+        after.seconds - before.seconds
+        for before, after in zip(plain.plan.prediction.collectives, growing.plan.prediction.collectives, strict=True)
+    ]
+    assert len(waited) == 2 and plain.as_text().count(" all-reduce(") == 1
+    assert waited[0] == pytest.approx(0.0, abs=1e-12)
+    assert waited[1] == pytest.approx(plain.plan.prediction.compute_seconds, rel=0.05)
+
+
 def test_the_planner_counts_on_waits() -> None:
     """Where each collective waits a quarter of a second, it is cheaper to do all the work everywhere."""
     large = tuple(jax.ShapeDtypeStruct(shape, "float32") for shape in ((2048, 2048), (2048, 64)))

@@ -165,6 +165,9 @@ def _sent(
     waits = _Waits(mesh, cluster, runs)
     platform = cluster.device.platform
     leader = led_by(program, platform.value, arrays)
+    last = {
+        first: move for move, first in leader.items()
+    }  # a combined collective starts when its last operand is there
     repeated = sent_before(program, platform.value, arrays)
     turning = turning_points(program.graph)
     for step, trips in program.all_steps():
@@ -179,11 +182,12 @@ def _sent(
             this = step.target, place
             if (kind := COLLECTIVE_OF_MOVE.get(move.kind)) is not None and this not in repeated:
                 full = collective_bytes(move, layout, sent_bytes, mesh)
-                joins = leader.get(this, this) != this
+                first = leader.get(this, this)
+                joins = first != this
                 seconds = move_seconds(move, layout, sent_bytes, mesh, cluster, joins=joins)
                 order = order_of(value.shape, turning.get(value.id))
                 seconds += copy_seconds(move, layout, sent_bytes, mesh, cluster, order)
-                seconds += 0.0 if joins else waits.wait(move.axes)
+                seconds += waits.wait(move.axes) if last.get(first, this) == this else 0.0
                 wire = wire_bytes(kind, full, mesh.axis_size(*move.axes))
                 phase = step.cause.phase if step.cause else Phase.UPDATE
                 origin = f"{step.cause.primitive} at {step.cause.source}" if step.cause else "result of the step"
