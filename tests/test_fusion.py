@@ -95,6 +95,18 @@ def test_what_repeated_work_reads_is_read_by_every_kernel() -> None:
     assert traffic(graph, fusion) == 2 * BYTES + 2 * BYTES // 8
 
 
+def test_pieces_of_a_split_are_read_once_in_all() -> None:
+    """Four kernels add a quarter each to something else."""
+
+    def step(x: jax.Array, others: list[jax.Array]) -> list[jax.Array]:
+        return [other + part for other, part in zip(others, jnp.split(x, 4, axis=1), strict=True)]
+
+    graph, fusion = fused(step, array(8, 32), [SQUARE] * 4)
+    split = only(graph, "split")
+    assert len(fusion.roots[split.id]) == 4
+    assert traffic(graph, fusion) == 4 * 3 * BYTES
+
+
 def test_a_change_of_shape_is_no_copy() -> None:
     graph, fusion = fused(lambda x: jnp.reshape(x, (64,)), SQUARE)
     assert fusion.aliases == {graph.outputs[0]: graph.inputs[0]}

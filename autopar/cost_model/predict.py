@@ -165,9 +165,8 @@ def _sent(
     waits = _Waits(mesh, cluster, runs)
     platform = cluster.device.platform
     leader = led_by(program, platform.value, arrays)
-    last = {
-        first: move for move, first in leader.items()
-    }  # a combined collective starts when its last operand is there
+    # A combined collective starts when its last operand is there.
+    last = {first: move for move, first in leader.items()}
     repeated = sent_before(program, platform.value, arrays)
     turning = turning_points(program.graph)
     for step, trips in program.all_steps():
