@@ -49,6 +49,8 @@ class Effort:
     """Of collectives in a world of processes; larger ones take long, and go on at the same rate."""
     copied_bytes: tuple[int, ...] = (1 << 12, 1 << 18, 1 << 22, 1 << 26)
     """Of arrays copied between an accelerator and its host."""
+    operated_elements: int = 1 << 22
+    """Of an array that operations are applied to on accelerators: enough that starting a kernel takes little of its time."""
     on_accelerators: Effort | None = None
     """What stands instead where devices are no processors: their work is larger; None: the same."""
 

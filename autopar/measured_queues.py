@@ -32,8 +32,6 @@ from autopar.timing import LEAST_SECONDS
 
 SHORT, LONG = 4, 16
 """Times that an operation is applied in one kernel."""
-ELEMENTS = 1 << 22
-"""Of an array that operations are applied to: enough that starting a kernel takes little of its time."""
 ROW = 16
 """Kernels of a link."""
 FEW_PASSES, MORE_PASSES = 1, 3
@@ -98,8 +96,9 @@ class QueuedKernels:
         if operation.primitive in _BY_THEIR_BYTES:
             return None
         mesh = self._bench.mesh(1)
-        x = spread(np.linspace(0.1, 0.9, ELEMENTS * len(self._bench.devices), dtype=np.float32), mesh)
-        flops = ELEMENTS * operation.flops_of_element()
+        elements = self._effort.operated_elements
+        x = spread(np.linspace(0.1, 0.9, elements * len(self._bench.devices), dtype=np.float32), mesh)
+        flops = elements * operation.flops_of_element()
         if operation.primitive not in FUSIBLE or operation.primitive in _ENDS_A_KERNEL:
             return self._bench.chain_seconds(_kept_apart(operation.apply), mesh, x) / flops
         short, long = (

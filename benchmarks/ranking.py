@@ -143,9 +143,9 @@ def main() -> None:
     keep_freed_memory()  # as where steps run, and before JAX starts
     cluster = priced(arguments.profile, arguments.quick)
     if arguments.kept is not None:
-        (name,) = arguments.models
-        rows = rank(build(name, arguments.size), cluster, arguments.rounds, Kept(arguments.kept), arguments.turn)
-        Kept(arguments.kept).rows.write_bytes(msgspec.json.encode(rows))
+        (name,), kept = arguments.models, Kept(arguments.kept)
+        rows = rank(build(name, arguments.size), cluster, arguments.rounds, kept, arguments.turn)
+        kept.rows.write_bytes(msgspec.json.encode(rows))
         return
     console = Console(width=130)
     ranked = {}

@@ -24,7 +24,8 @@ from autopar.timing import Timer
 from tests.test_profile import profile_of
 
 LEAST = Effort(
-    (), (), (), (1 << 10, 1 << 22), (), seconds=0.0, least_runs=2, streamed_bytes=1 << 23, copied_bytes=(1 << 10, 1 << 16)
+    (), (), (), (1 << 10, 1 << 22), (), seconds=0.0, least_runs=2, streamed_bytes=1 << 23, copied_bytes=(1 << 10, 1 << 16),
+    operated_elements=1 << 16,
 )  # fmt: skip
 
 
@@ -44,10 +45,11 @@ def test_curves_are_of_the_sizes_that_were_asked_for(queued: QueuedKernels) -> N
 
 def test_sums_are_left_to_their_bytes_and_the_rest_is_timed(queued: QueuedKernels) -> None:
     by_name = {one.primitive: one for one in OPERATIONS}
-    rates = {name: queued.seconds_per_flop(by_name[name]) for name in ("reduce_sum", "reduce_max", "exp", "argmax")}
+    rates = {name: queued.seconds_per_flop(by_name[name]) for name in ("reduce_sum", "reduce_max", "exp", "sort")}
     assert rates["reduce_sum"] is None and rates["reduce_max"] is None
-    assert rates["exp"] is not None and rates["argmax"] is not None
-    assert min(rates["exp"], rates["argmax"]) > 0
+    assert rates["exp"] is not None and rates["sort"] is not None
+    of_element = {name: by_name[name].flops_of_element() for name in ("exp", "sort")}
+    assert rates["sort"] * of_element["sort"] > 5 * rates["exp"] * of_element["exp"] > 0
     assert queued.reductions() is None and queued.turned_bytes_per_second() is None
 
 
