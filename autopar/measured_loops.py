@@ -72,7 +72,7 @@ class LoopedKernels:
         mesh = self._bench.mesh(1)
         x = spread(np.linspace(0.1, 0.9, operation.elements * len(self._bench.devices), dtype=np.float32), mesh)
         seconds = self._bench.loop_seconds(lambda number, value: operation.apply(value), x, operation.trips)
-        return seconds / (operation.elements * operation.flops_of_element())
+        return seconds / operation.flops(operation.elements)
 
     def reductions(self) -> Reductions:
         """Of elements that lie in short rows and in columns, beyond what they take in long rows."""

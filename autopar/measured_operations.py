@@ -31,9 +31,10 @@ class Operation:
     elements: int = ELEMENTS
     like_it: tuple[str, ...] = ()
 
-    def flops_of_element(self) -> float:
-        """FLOPs of one element, as :mod:`autopar.graph.flops` counts them."""
-        return math.log2(self.elements) if self.primitive == "sort" else float(WEIGHTS.get(self.primitive, 1))
+    def flops(self, elements: int) -> float:
+        """FLOPs of applying it once to so many elements, as :mod:`autopar.graph.flops` counts them."""
+        of_element = math.log2(elements) if self.primitive == "sort" else float(WEIGHTS.get(self.primitive, 1))
+        return elements * of_element
 
 
 def _random_bits(x: jax.Array) -> jax.Array:

@@ -98,7 +98,7 @@ class QueuedKernels:
         mesh = self._bench.mesh(1)
         elements = self._effort.operated_elements
         x = spread(np.linspace(0.1, 0.9, elements * len(self._bench.devices), dtype=np.float32), mesh)
-        flops = elements * operation.flops_of_element()
+        flops = operation.flops(elements)
         if operation.primitive not in FUSIBLE or operation.primitive in _ENDS_A_KERNEL:
             return self._bench.chain_seconds(_kept_apart(operation.apply), mesh, x) / flops
         short, long = (

@@ -115,6 +115,16 @@ def test_what_is_computed_again_is_not_kept(name: str, remat: str, method: str) 
         assert found.figure("memory in all").compiled < 0.5 * whole
 
 
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_of_a_dropout_the_mask_is_kept(num_microbatches: int) -> None:
+    """Random bits would be four times as many bytes, the words that they are made of eight times as many."""
+    model = dataclasses.replace(build("t5", "220M", jnp.dtype("float32")), batch_size=64)
+    step = autopar.parallelize(model.train_step, method="data_parallel", num_microbatches=num_microbatches)
+    found = compiled_for_h100(step, model, 8)
+    check(found)
+    assert abs(off_by(found)) <= MEDIAN
+
+
 @pytest.mark.parametrize("method", ["data_parallel", "zero3"])
 def test_narrow_floats_are_sent_as_they_are(method: str) -> None:
     found, wide = verified("gpt", method, 8, "bfloat16"), verified("gpt", method, 8)

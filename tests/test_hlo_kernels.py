@@ -118,8 +118,7 @@ def test_what_lies_in_another_order_afterwards_is_turned(line: str, seconds: flo
     ],
 )
 def test_an_operation_takes_its_measured_rate(primitive: str, function: object) -> None:
-    weight = next(one for one in OPERATIONS if one.primitive == primitive).flops_of_element()
-    wanted = SIZE * weight * DEAR
+    wanted = next(one for one in OPERATIONS if one.primitive == primitive).flops(SIZE) * DEAR
     assert of_function(function, (ROWS, COLUMNS), priced_by=profile(primitive)) == pytest.approx(wanted, rel=0.01)
     assert of_function(function, (ROWS, COLUMNS), priced_by=profile()) < 0.01 * wanted
 

@@ -303,22 +303,52 @@ def test_matrices_are_read_in_either_orientation_unless_one_alone_is_made_of_mor
     check(memory, actual)
 
 
-@pytest.mark.parametrize(("dtype", "platform", "kept"), [
-    (jnp.float32, "cpu", True), (jnp.float32, "cuda", True), (jnp.bfloat16, "cpu", True), (jnp.bfloat16, "cuda", False),
-])  # fmt: skip
-def test_gpus_compute_wide_floats_again_where_narrow_ones_are_kept(dtype: DTypeLike, platform: str, kept: bool) -> None:
+def kept_by(function: Any, arguments: tuple[jax.ShapeDtypeStruct, ...], platform: str) -> set[str]:
+    """The primitives whose results a platform's compiler keeps in memory."""
+    graph = build_graph(trace(function, arguments, {}).jaxpr, platform=platform)
+    stage = Stage(Mesh(("data",), (8,)), {}, {}, {})
+    program = lower(graph, stage, output_layouts(graph, stage, ()))
+    kernels = kernels_of(arrays_of(program, (), platform), platform)
+    sources = (kernels.nodes[number].source for number in kernels.reads)
+    return {source.primitive for source in sources if source is not None}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_gpus_compute_again_from_what_is_no_larger(dtype: DTypeLike, platform: str) -> None:
+    """As XLA's compiler for H100s does, whose softmax is one kernel and whose tanh stands in two."""
+
     def softmax_product(x: jax.Array, w: jax.Array) -> jax.Array:
         powers = jnp.exp((x @ w).astype(jnp.float32))
         return (powers / jnp.sum(powers, 1, keepdims=True)).astype(dtype) @ w
 
+    def gradient_of_gelu(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.grad(lambda weights: jnp.sum((jax.nn.gelu(x @ weights) @ w) ** 2))(w)
+
     arguments = tuple(jax.ShapeDtypeStruct((256, 256), dtype) for _ in range(2))
-    graph = build_graph(trace(softmax_product, arguments, {}).jaxpr, platform=platform)
-    stage = Stage(Mesh(("data",), (8,)), {}, {}, {})
-    program = lower(graph, stage, output_layouts(graph, stage, ()))
-    kernels = kernels_of(arrays_of(program, (), platform), platform)
-    made = {kernels.nodes[number].source.primitive for number in kernels.reads if kernels.nodes[number].source}
-    assert "dot_general" in made
-    assert ("exp" in made) is kept
+    for function, costly in ((softmax_product, "exp"), (gradient_of_gelu, "tanh")):
+        made = kept_by(function, arguments, platform)
+        assert "dot_general" in made
+        assert (costly in made) is (platform == "cpu")
+
+
+@pytest.mark.parametrize("is_split", [False, True], ids=["bits", "words"])
+def test_of_a_dropout_gpus_keep_the_mask(is_split: bool) -> None:
+    def dropped(x: jax.Array, key: jax.Array) -> jax.Array:
+        if is_split:
+            count = jnp.arange(x.size, dtype=jnp.uint32).reshape(x.shape)
+            first, second = threefry2x32_p.bind(key[0], key[1], count, count)
+            drawn = first ^ second
+        else:
+            drawn = jax.random.bits(jax.random.wrap_key_data(key, impl="threefry2x32"), x.shape)
+        mask = (drawn >> 9) < 1000
+        return jax.grad(lambda x: jnp.sum(jnp.where(mask, x @ x, 0.0) ** 2))(x)
+
+    arguments = jax.ShapeDtypeStruct((256, 256), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.uint32)
+    on_gpus, on_cpus = (kept_by(dropped, arguments, platform) for platform in ("cuda", "cpu"))
+    bits = {"random_bits", "threefry2x32"}
+    assert "lt" in on_gpus and not on_gpus & bits
+    assert "lt" not in on_cpus and on_cpus & bits
 
 
 def arrays_on_each_device(function: Any) -> Arrays:

@@ -6,6 +6,7 @@ nodes an operator becomes is :mod:`autopar.cost_model.arrays`.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +25,10 @@ TENANT_OF_PHASE = {
 
 LIBRARY_TYPES = frozenset(("float32", "float64", "bfloat16"))
 """What XLA:CPU's library computes with (:mod:`autopar.cost_model.library`)."""
+
+
+MOST_ORIGINS = 2
+"""More are not told apart."""
 
 
 class ArrayList:
@@ -59,9 +64,15 @@ class ArrayList:
         node = Node(form, inputs, size, tenant, value, source)
         fused = form in (Form.CHEAP, Form.COSTLY, Form.RENAME)
         node.source_bytes = max((self.arrays.nodes[i].source_bytes for i in inputs), default=0) if fused else size
+        if not self.on_cpu and form is not Form.INPUT:
+            node.origins = self._origins(inputs) if fused else frozenset((len(self.arrays.nodes),))
         node.dtype = self.dtype_of(value) if value >= 0 else ""
         self.arrays.nodes.append(node)
         return len(self.arrays.nodes) - 1
+
+    def _origins(self, inputs: tuple[int, ...]) -> frozenset[int]:
+        found = frozenset[int]().union(*(self.arrays.nodes[i].origins for i in inputs))
+        return frozenset(itertools.islice(found, MOST_ORIGINS))
 
     def buffer(
         self, form: Form, inputs: tuple[int, ...], buffer: Buffer, tenant: Tenant, source: Operator | None

@@ -59,6 +59,8 @@ SCATTERED_SUMS = frozenset(("scatter-add", "select_and_scatter_add"))
 
 ADDITIONS = frozenset(("add", "add_any"))
 
+DRAWS = frozenset(("random_bits", "threefry2x32"))
+
 _SINGLE_USE_WORK = ("scatter", "dynamic_update_slice")
 
 
@@ -223,7 +225,8 @@ class _Builder(ArrayList):
             self._plain(step, inputs)
         else:
             for buffer in step.results:
-                self.buffer(self._form(operator), inputs, buffer, self.tenant_of(operator), operator)
+                number = self.buffer(self._form(operator), inputs, buffer, self.tenant_of(operator), operator)
+                self._draw(self.arrays.nodes[number], operator, buffer)
 
     def _barrier(self, step: Run) -> None:
         """Older XLA:CPUs drop barriers before they look for equal work, which undoes rematerialisation; others keep them.
@@ -292,8 +295,9 @@ class _Builder(ArrayList):
         node.elementwise = elementwise
         if multiplies:
             node.form = Form.CHEAP
-        if elementwise and form is Form.COSTLY and not self.on_cpu and node.size_bytes > node.source_bytes > 0:
-            node.form = Form.CHEAP  # XLA:GPU weighs arithmetic against memory: it reads narrow floats again.
+        if elementwise and form is Form.COSTLY and not self.on_cpu and self._is_computed_again(node):
+            node.form = Form.CHEAP
+        self._draw(node, operator, step.results[0])
         given = [self.arrays.nodes[i] for i in set(inputs)]
         large = [other.size_bytes for other in given if not other.widens and other.size_bytes >= node.size_bytes]
         node.unary = len(large) <= 1 or sum(other.size_bytes for other in given) <= node.size_bytes
@@ -304,6 +308,26 @@ class _Builder(ArrayList):
         node.is_zero |= operator.primitive == "square" and given[0].is_zero
         types = {self.dtype_of(value) for value in (*operator.operands, *operator.results) if value is not None}
         node.in_library = operator.primitive in LIBRARY_WORK and types <= LIBRARY_TYPES
+
+    def _is_computed_again(self, node: Node) -> bool:
+        """XLA:GPU weighs arithmetic against memory: it reads narrower floats again, and once more the one array that it was
+        made of besides arguments of the program (a product and its bias).
+        """
+        if node.size_bytes == node.source_bytes > 0 and len(node.inputs) == 1:
+            return len(node.origins) == 1
+        return node.size_bytes > node.source_bytes > 0
+
+    def _draw(self, node: Node, operator: Operator, result: Buffer) -> None:
+        """XLA:GPU hashes random bits inside the kernel that wants them, and only once.
+
+        So of what they come to, the first array that several read is kept instead: of a dropout its mask.
+        """
+        drawn = operator.primitive in DRAWS or any(self.arrays.nodes[i].is_drawn for i in node.inputs)
+        if self.on_cpu or not drawn or node.form not in (Form.CHEAP, Form.COSTLY, Form.RENAME):
+            return
+        node.is_drawn = self._uses[result] == 1
+        if not node.is_drawn and node.form is Form.CHEAP:
+            node.form = Form.COSTLY
 
     def _multiplies(self, step: Run, inputs: tuple[int, ...]) -> bool:
         """Whether a division is a product to XLA: with the inverse of what is broadcast, or of a constant."""

@@ -60,8 +60,12 @@ class Node:
     is_zero: bool = False
     is_made_anew: bool = False
     """Whether XLA:CPU puts another operation in its place, which queues up behind all others that wait for the same."""
+    is_drawn: bool = False
+    """Whether XLA:GPU hashes random bits in the kernel that computes it."""
     source_bytes: int = 0
     """Size of the largest array in memory that the array is computed from (its own, if it is not fused)."""
+    origins: frozenset[int] = frozenset()
+    """Arrays in memory that the array is computed from, arguments of the program left out; no more than a few."""
     combines: tuple[Collective, Axes, str] | None = None
     """Kind, axes and element type of a collective that may be combined with others of the same."""
     inner: Arrays | None = None
