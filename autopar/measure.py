@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autopar.bench import CHAIN, SPEC, Bench
 from autopar.cluster import Cluster, Platform
 from autopar.cores import quota_cores
+from autopar.curves import Curve
 from autopar.efforts import FULL, Effort
 from autopar.errors import ClusterError
 from autopar.host_memory import keep_freed_memory
@@ -40,7 +41,6 @@ from autopar.profile import (
     SKINNINESS,
     CollectiveCurve,
     ConvolutionCurve,
-    Curve,
     Dispatch,
     Fresh,
     OperationRate,

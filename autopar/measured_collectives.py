@@ -25,8 +25,9 @@ from jax import lax
 from autopar.bench import SPEC, Bench
 from autopar.cluster import Platform
 from autopar.cost_model.collectives import Collective, wire_bytes
+from autopar.curves import Curve
 from autopar.errors import ClusterError
-from autopar.profile import CollectiveCurve, Curve
+from autopar.profile import CollectiveCurve
 from autopar.timing import LEAST_SECONDS
 
 WORKED_CHAIN = 17

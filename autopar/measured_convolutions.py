@@ -1,7 +1,7 @@
 """Which convolutions does a profile hold curves of, and how is one of each family made?
 
 With ``n`` images of ``s × s`` positions and ``c`` features, of which as many are made, and windows of ``w × w``, the families
-of :class:`autopar.profile.ConvolutionFamily` are those that a layer and its gradients run:
+of :class:`autopar.convolution_shapes.ConvolutionFamily` are those that a layer and its gradients run:
 
     a convolution                  2·n·s²·w²·c² FLOPs, a window as small as it is written
     its gradient of the weights    as many, with an image of all positions as the window
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import jax
 from jax import lax
 
-from autopar.profile import FEW_FEATURES, ConvolutionFamily
+from autopar.convolution_shapes import FEW_FEATURES, ConvolutionFamily
 
 IMAGES, MANY_FEATURES, FEATURES_ON_ACCELERATORS = 2, 64, 256
 """Matrix units of accelerators are not filled by fewer."""

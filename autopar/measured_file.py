@@ -18,9 +18,9 @@ from typing import Annotated, Generic, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from autopar.curves import Curve, Samples
 from autopar.errors import ClusterError
 from autopar.files import Header, write_atomically
-from autopar.profile import Curve, Samples
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "permute")
 """Of collectives, as files name them."""

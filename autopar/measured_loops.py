@@ -13,10 +13,11 @@ import numpy as np
 from jax import lax
 
 from autopar.bench import Bench, spread
+from autopar.curves import Curve
 from autopar.efforts import Effort
 from autopar.measured_convolutions import Convolution
 from autopar.measured_operations import LONG_ROWS, OF_COLUMNS, SHORT_ROW, SHORT_ROWS, Operation
-from autopar.profile import Curve, Reductions
+from autopar.profile import Reductions
 from autopar.timing import LEAST_SECONDS
 
 KERNELS_OF_A_TRIP = 4

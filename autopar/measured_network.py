@@ -33,11 +33,11 @@ from autopar.bench import SPEC
 from autopar.cluster import Cluster
 from autopar.cores import quota_cores
 from autopar.cost_model.collectives import Collective
+from autopar.curves import Curve, Samples
 from autopar.errors import ClusterError
 from autopar.measured_collectives import LINKS, WAITING_ELEMENTS, Worked, check_count, sizes_of, waits_of
 from autopar.network import Network, Span, SpanCurve, SpanWait, spans_of
 from autopar.on_ray import fleet_of
-from autopar.profile import Curve, Samples
 from autopar.timing import LEAST_SECONDS, timer_of
 
 KINDS = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL)

@@ -23,11 +23,12 @@ import numpy as np
 from jax import lax
 
 from autopar.bench import CHAIN, Bench, spread
+from autopar.curves import Curve
 from autopar.efforts import Effort
 from autopar.graph.fusion import FUSIBLE
 from autopar.measured_convolutions import Convolution
 from autopar.measured_operations import Operation
-from autopar.profile import Curve, Reductions
+from autopar.profile import Reductions
 from autopar.timing import LEAST_SECONDS
 
 SHORT, LONG = 4, 16

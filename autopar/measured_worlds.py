@@ -24,8 +24,9 @@ import msgspec
 from autopar.bench import Bench
 from autopar.cluster import Platform
 from autopar.cores import quota_cores, threads_of_xla
+from autopar.curves import Curve, Samples
 from autopar.measured_collectives import collective_curves
-from autopar.profile import CollectiveCurve, Curve, Samples
+from autopar.profile import CollectiveCurve
 from autopar.runtime.processes import environment_of, free_port
 from autopar.timing import timer_of
 

@@ -26,8 +26,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from autopar.curves import Curve
 from autopar.errors import ClusterError
-from autopar.profile import Curve, refuse_twice
+from autopar.profile import refuse_twice
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,6 @@ executables show that take turns and run side by side (:class:`Dispatch`).  What
 as none, streamed and turned bytes as others, fresh memory and exchanges as free, host copies by the cluster's link, collectives
 of a world as those of one process, reductions as those of long rows, operations and convolutions at the rate of matrix products.
 
-A curve is made to rise (more work never takes less time) by the nearest rising figures in the sense of least squares
-(isotonic regression; Barlow et al., 1972), so that a point that was measured too high does not raise all beyond it.  It is
-piecewise linear between its points, flat below the first – the latency, or the cost of starting a kernel – and goes on beyond
-the last at the rate of its last rising segment (where it ends flat, no faster than in proportion).
-
 *Group sizes that were not measured* take the curve of the measured size whose ring factor (p-1)/p is nearest.
 
 *Products.*  Libraries copy operands into an order of their own before they multiply, which costs by the byte: among many
@@ -34,23 +29,21 @@ products nothing, with few rows as much as the products.  So ``f`` FLOPs over ``
 where a square product of as many FLOPs has b_square(f) bytes, and *extra* goes through what the skinny products that were
 measured took longer than square ones of as many FLOPs, and through (0, 0).
 
-This file imports nothing of ours but the error type.  The file format is in :mod:`autopar.profile_file`, the measuring in
-:mod:`autopar.measure`.
+Between and beyond their points curves are what :mod:`autopar.curves` says.  This file imports nothing of ours but these, the
+families of convolutions (:mod:`autopar.convolution_shapes`) and the error type.  The file format is in
+:mod:`autopar.profile_file`, the measuring in :mod:`autopar.measure`.
 """
 
 from __future__ import annotations
 
-import bisect
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
-from itertools import pairwise
 
-import numpy as np
-from scipy.optimize import isotonic_regression
-
+from autopar.convolution_shapes import ConvolutionFamily, ConvolutionShape
+from autopar.curves import Curve
 from autopar.errors import ClusterError
 
 
@@ -65,170 +58,17 @@ class ProductShape(Enum):
 
 SKINNINESS = 16
 
-
-class ConvolutionFamily(Enum):
-    """Which convolutions run alike: libraries have kernels of their own for each, of very different speed.
-
-    A window is large if it covers more positions than the result has: so it is in gradients of weights, where the other
-    gradient is the window.  Of a layer whose own window is one position, that gradient's result has one position.  An image is
-    dilated if holes are put between its positions, as by a transposed convolution; if it has fewer than the window, XLA lets
-    the two change places.
-    """
-
-    FEW_FEATURES = "few features"
-    MANY_FEATURES = "many features"
-    DILATED = "dilated image"
-    LARGE_FEW_FEATURES = "large window, few features"
-    LARGE_MANY_FEATURES = "large window, many features"
-    LARGE_DILATED = "large window, dilated image"
-    LARGE_POINT = "large window, many features, one position"
-    SMALL_DILATED = "dilated image smaller than the window"
-
-
 _STAND_INS = {
     ConvolutionFamily.LARGE_POINT: ConvolutionFamily.LARGE_MANY_FEATURES,
     ConvolutionFamily.SMALL_DILATED: ConvolutionFamily.DILATED,
 }
 """Which families stand for those that a profile does not hold."""
-FEW_FEATURES = 16
-"""At most so many in image and result: XLA:CPU leaves these to another library."""
-
-
-@dataclass(frozen=True)
-class ConvolutionShape:
-    """What the price of a convolution on one device depends on, beside its FLOPs.
-
-    Positions are those of the window, of the image without holes, and of the result; the image's features, times the window's
-    positions, are what one of the result is a sum of.
-    """
-
-    window_positions: int
-    image_positions: int
-    result_positions: int
-    image_features: int
-    result_features: int
-    is_dilated: bool
-
-    @property
-    def family(self) -> ConvolutionFamily:
-        """Which it runs alike with."""
-        large = self.window_positions > self.result_positions
-        if self.is_dilated and large:
-            return ConvolutionFamily.LARGE_DILATED
-        if self.is_dilated:
-            small = self.window_positions > self.image_positions
-            return ConvolutionFamily.SMALL_DILATED if small else ConvolutionFamily.DILATED
-        if max(self.image_features, self.result_features) <= FEW_FEATURES:
-            return ConvolutionFamily.LARGE_FEW_FEATURES if large else ConvolutionFamily.FEW_FEATURES
-        if large:
-            return (
-                ConvolutionFamily.LARGE_POINT if self.result_positions == 1 else ConvolutionFamily.LARGE_MANY_FEATURES
-            )
-        return ConvolutionFamily.MANY_FEATURES
-
-    @property
-    def filling(self) -> float:
-        """How many times the FLOPs take that fill units as wide as :data:`FEW_FEATURES`, of which a narrow piece uses a part.
-
-        A piece with two of many features gathers all that they are sums of, as it would for sixteen.
-        """
-        depth = self.image_features * self.window_positions
-        return math.prod(max(FEW_FEATURES / max(width, 1), 1.0) for width in (depth, self.result_features))
-
-
-Samples = tuple[tuple[float, float], ...]
-"""(amount, seconds) in ascending amounts, as measured."""
 
 
 def skinny_ratio() -> float:
     """``r`` of the skinny products: bytes of a square product of as many FLOPs over theirs, whatever the size."""
     side = SKINNINESS ** (-1 / 3)  # of the square product, in units of s
     return 3 * side**2 / (1 + 2 / SKINNINESS)
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Seconds as a function of an amount (see the module docstring).
-
-    Raises ``ClusterError`` for no samples, amounts that do not ascend from above zero, or seconds that are not finite and
-    above zero.
-    """
-
-    samples: Samples
-    _amounts: tuple[float, ...] = field(init=False, repr=False, compare=False)
-    _seconds: tuple[float, ...] = field(init=False, repr=False, compare=False)
-    slope: float = field(init=False, repr=False, compare=False)
-    """Seconds of one more unit beyond the last point."""
-
-    def __post_init__(self) -> None:
-        if not self.samples:
-            raise ClusterError("no samples; measure again with `autopar profile`")
-        for number, (amount, seconds) in enumerate(self.samples):
-            for name, value in (("amount", amount), ("seconds", seconds)):
-                if not (math.isfinite(value) and value > 0):
-                    raise ClusterError(f"sample {number} has {name} {value!r}; give a finite number above zero")
-            if number and amount <= self.samples[number - 1][0]:
-                raise ClusterError(
-                    f"sample {number} has amount {amount!r}, not above that of the one before; sort them"
-                )
-        amounts = [float(amount) for amount, _ in self.samples]
-        seconds_rising = isotonic_regression([seconds for _, seconds in self.samples]).x.tolist()
-        object.__setattr__(self, "_amounts", tuple(amounts))
-        object.__setattr__(self, "_seconds", tuple(seconds_rising))
-        object.__setattr__(self, "slope", _last_slope(amounts, seconds_rising))
-
-    @classmethod
-    def through(cls, samples: Mapping[float, float]) -> Curve:
-        """Amounts → seconds, in any order."""
-        return cls(tuple(sorted((float(amount), float(seconds)) for amount, seconds in samples.items())))
-
-    def at(self, amount: float) -> float:
-        """Seconds for an amount of zero or more."""
-        amounts, seconds = self._amounts, self._seconds
-        if amount <= amounts[0]:
-            return seconds[0]
-        if amount >= amounts[-1]:
-            return seconds[-1] + (amount - amounts[-1]) * self.slope
-        right = bisect.bisect_right(amounts, amount)
-        share = (amount - amounts[right - 1]) / (amounts[right] - amounts[right - 1])
-        return seconds[right - 1] + share * (seconds[right] - seconds[right - 1])
-
-    def up_to_last(self, amount: float) -> float:
-        """Seconds of an amount; of more than was measured those of the last point."""
-        return self.at(min(amount, self.samples[-1][0]))
-
-    def raised(self, seconds: float) -> Curve:
-        """So many seconds more everywhere."""
-        return Curve(tuple((amount, measured + seconds) for amount, measured in self.samples)) if seconds else self
-
-    def at_least(self, seconds: float, seconds_per_unit: float) -> Curve:
-        """No less anywhere than a straight line, from one unit on."""
-        last = self.samples[-1][0]
-        ends = (amount for amount in (1.0, 2 * last, 64 * last) if not self.samples[0][0] <= amount <= last)
-        amounts = sorted((*ends, *(amount for amount, _ in self.samples)))
-        above = [self.at(amount) - seconds - amount * seconds_per_unit for amount in amounts]
-        for number, (here, there) in enumerate(pairwise(above)):
-            if here * there < 0:  # where they cross
-                amounts.append(amounts[number] + (amounts[number + 1] - amounts[number]) * here / (here - there))
-        return Curve.through({amount: max(self.at(amount), seconds + amount * seconds_per_unit) for amount in amounts})
-
-    def at_all(self, amounts: np.ndarray) -> np.ndarray:
-        """Seconds for many amounts at once."""
-        beyond = np.maximum(amounts - self._amounts[-1], 0.0) * self.slope
-        return np.interp(amounts, self._amounts, self._seconds) + beyond
-
-
-def _last_slope(amounts: Sequence[float], seconds: Sequence[float]) -> float:
-    """Rate of the last segment that rises; of one point, or a curve that never rises, its own seconds per unit.
-
-    A curve that ends flat goes on no faster than in proportion: what rose before may have been a jump.
-    """
-    proportional = seconds[-1] / amounts[-1]
-    for right in range(len(amounts) - 1, 0, -1):
-        if seconds[right] > seconds[right - 1]:
-            slope = (seconds[right] - seconds[right - 1]) / (amounts[right] - amounts[right - 1])
-            return slope if right == len(amounts) - 1 else min(slope, proportional)
-    return proportional
 
 
 @dataclass(frozen=True)

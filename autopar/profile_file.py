@@ -30,12 +30,12 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from autopar.convolution_shapes import ConvolutionFamily
 from autopar.errors import ClusterError
 from autopar.measured_file import Count, MeasuredFile, Positive, StoredSamples, curve_of
 from autopar.profile import (
     CollectiveCurve,
     ConvolutionCurve,
-    ConvolutionFamily,
     Dispatch,
     Fresh,
     OperationRate,

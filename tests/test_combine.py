@@ -25,12 +25,13 @@ from autopar.cost_model.hlo import collectives, parse_module, step_seconds
 from autopar.cost_model.nodes import Arrays, Form, Node, Tenant
 from autopar.cost_model.predict import collectives_of, run_costs
 from autopar.cost_model.reshard import COMBINED_RESULT_BYTES, reshard_table
+from autopar.curves import Curve
 from autopar.graph.build import build_graph
 from autopar.graph.fusion import fuse
 from autopar.graph.merging import Merged
 from autopar.graph.tracing import trace
 from autopar.plan import Layout, Stage, Strategy
-from autopar.profile import Curve, WaitCurve
+from autopar.profile import WaitCurve
 from autopar.runtime.executor import Executor
 from autopar.schedule.spmd import lower, output_layouts
 from benchmarks.models import FAMILIES, build

@@ -13,9 +13,9 @@ import autopar
 from autopar.bench import Bench
 from autopar.cluster import Cluster, Mesh
 from autopar.cost_model.exchanges import exchange_seconds
+from autopar.curves import Curve
 from autopar.measured_exchanges import SelfExchange
 from autopar.plan import Layout
-from autopar.profile import Curve
 from autopar.schedule.cross_mesh import CrossMeshTransfer, Placement, cross_mesh_transfer
 from autopar.schedule.instructions import Free, Receive, Run, Send, Slot, Task
 from autopar.timing import Timer

@@ -10,8 +10,9 @@ from jax import lax
 from autopar.cluster import Cluster
 from autopar.cost_model.hlo import step_seconds
 from autopar.cost_model.hlo_parser import parse_module, parse_shape
+from autopar.curves import Curve
 from autopar.measured_operations import OPERATIONS
-from autopar.profile import Curve, OperationRate, Profile, Reductions
+from autopar.profile import OperationRate, Profile, Reductions
 from tests.test_profile import profile_of
 
 DEAR = 1e-6

@@ -20,18 +20,20 @@ from jax.sharding import PartitionSpec
 import autopar
 from autopar.bench import Bench
 from autopar.cluster import Cluster
+from autopar.convolution_shapes import ConvolutionFamily, ConvolutionShape
 from autopar.cost_model.hlo import step_seconds
 from autopar.cost_model.hlo_parser import parse_module
 from autopar.cost_model.hlo_work import shape_of_convolution
 from autopar.cost_model.predict import run_costs
 from autopar.cost_model.waits import WorkSinceAxes, WorkSinceGroups
+from autopar.curves import Curve
 from autopar.efforts import FULL
 from autopar.graph.flops import flops_of
 from autopar.graph.fusion import fuse
 from autopar.graph.ir import Phase
 from autopar.measured_collectives import collective_seconds, waiting_seconds
 from autopar.measured_convolutions import CONVOLUTIONS, Convolution
-from autopar.profile import ConvolutionCurve, ConvolutionFamily, ConvolutionShape, Curve, Profile, WaitCurve
+from autopar.profile import ConvolutionCurve, Profile, WaitCurve
 from autopar.profile_file import load_profile, save_profile
 from autopar.timing import Timer
 from tests.test_profile import profile_of

@@ -14,12 +14,13 @@ from autopar import _compat
 from autopar.bench import Bench
 from autopar.cluster import Cluster
 from autopar.compilers import Compiler, target_of
+from autopar.convolution_shapes import FEW_FEATURES
 from autopar.cost_model.hosted import copy_seconds, seconds_per_hosted_byte
+from autopar.curves import Curve
 from autopar.efforts import FULL, QUICK, Effort
 from autopar.measured_convolutions import CONVOLUTIONS, ON_ACCELERATORS
 from autopar.measured_operations import OPERATIONS
 from autopar.measured_queues import ROW, QueuedKernels, _kept_apart, _repeated, _row
-from autopar.profile import FEW_FEATURES, Curve
 from autopar.timing import Timer
 from tests.test_profile import profile_of
 

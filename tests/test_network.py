@@ -24,12 +24,12 @@ from autopar.cost_model.groups import axes_groups
 from autopar.cost_model.hlo import read_compiled
 from autopar.cost_model.reshard import copy_seconds, move_seconds, order_of, reshard_table
 from autopar.cost_model.waits import waiting
+from autopar.curves import Curve
 from autopar.errors import ClusterError
 from autopar.measured_network import KINDS, Asked, NetworkEffort, measure_ray_network, samples
 from autopar.network import Network, Span, SpanCurve, SpanWait, spans_of
 from autopar.network_file import load_network, save_network
 from autopar.plan import Layout, SumScatter
-from autopar.profile import Curve
 from autopar.schedule.reshard import Move, MoveKind, after_move, moves_between, scattered
 from benchmarks.models import build
 from tests.test_profile import profile_of

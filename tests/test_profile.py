@@ -36,6 +36,7 @@ from autopar.cost_model.reshard import (
     reshard_table,
 )
 from autopar.cost_model.roofline import operator_seconds
+from autopar.curves import Curve
 from autopar.efforts import Effort
 from autopar.errors import ClusterError
 from autopar.graph.build import build_graph
@@ -50,7 +51,6 @@ from autopar.plan import Layout, Prediction, Schedule, Strategy
 from autopar.profile import (
     LONG_ROW,
     CollectiveCurve,
-    Curve,
     Dispatch,
     Fresh,
     OperationRate,

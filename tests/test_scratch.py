@@ -9,8 +9,9 @@ import pytest
 
 import autopar
 from autopar.cluster import Cluster
+from autopar.curves import Curve
 from autopar.intra_op.scratch import seconds_per_byte
-from autopar.profile import Curve, Fresh
+from autopar.profile import Fresh
 from tests.test_by_hand import train_step
 from tests.test_profile import profile_of
 

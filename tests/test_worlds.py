@@ -8,8 +8,9 @@ import pytest
 
 from autopar.cluster import Cluster, Link
 from autopar.cost_model.collectives import Collective, group_seconds, permute_seconds, wire_bytes
+from autopar.curves import Curve
 from autopar.measured_worlds import Asked, world_curves
-from autopar.profile import CollectiveCurve, Curve
+from autopar.profile import CollectiveCurve
 from tests.test_profile import profile_of
 
 SLOWER = 20.0

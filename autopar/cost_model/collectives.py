@@ -60,9 +60,9 @@ from functools import cache
 from autopar.cluster import Cluster, Link, Mesh, Platform
 from autopar.cost_model.groups import Groups, axes_groups, check_groups, check_ids, measured_span, on_hosts
 from autopar.cost_model.waits import waiting
+from autopar.curves import Curve
 from autopar.errors import ClusterError
 from autopar.plan import SumScatter
-from autopar.profile import Curve
 
 
 class Collective(Enum):

@@ -24,12 +24,13 @@ from functools import cached_property
 from types import MappingProxyType
 
 from autopar.cluster import Cluster
+from autopar.convolution_shapes import ConvolutionShape
 from autopar.cost_model.hlo_parser import HloComputation, HloInstruction, HloModule, HloShape, numpy_dtype_name
 from autopar.cost_model.hlo_steps import Step
 from autopar.cost_model.hlo_work import FlopCounter, alias_source, shape_of_convolution
 from autopar.cost_model.roofline import Reduction, convolution_seconds, operator_seconds, reduction_seconds, row_of
 from autopar.graph.flops import WEIGHTS
-from autopar.profile import ConvolutionShape, Profile
+from autopar.profile import Profile
 
 _PRIMITIVES: Mapping[str, str] = MappingProxyType(
     {

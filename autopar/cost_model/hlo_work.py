@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from autopar.convolution_shapes import ConvolutionShape
 from autopar.cost_model.hlo_parser import HloComputation, HloInstruction, HloModule, HloShape
-from autopar.profile import ConvolutionShape
 
 _ARITHMETIC_OPCODES = """
     abs add and atan2 cbrt ceil clamp compare complex cosine count-leading-zeros divide erf exponential

@@ -25,10 +25,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.cluster import Cluster, Platform
+from autopar.curves import Curve
 from autopar.errors import ClusterError
 from autopar.graph.fusion import FUSIBLE
 from autopar.graph.ir import Graph, Phase
-from autopar.profile import Curve
 from autopar.schedule.spmd import Buffer, Run, SpmdProgram, local_bytes
 
 GROUPS_IN_FLIGHT = 2

@@ -14,6 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from autopar.cluster import Cluster, Mesh
+from autopar.convolution_shapes import ConvolutionShape
 from autopar.cost_model.roofline import (
     PRODUCTS,
     Reduction,
@@ -24,7 +25,6 @@ from autopar.cost_model.roofline import (
 )
 from autopar.graph.ir import Operator, Phase, Value
 from autopar.plan import Strategy
-from autopar.profile import ConvolutionShape
 from autopar.schedule.reshard import local_shape
 
 REDUCTIONS = frozenset(("reduce_sum", "reduce_max", "reduce_min"))

@@ -20,9 +20,9 @@ import numpy as np
 
 from autopar.cluster import Cluster, Mesh, Platform
 from autopar.cost_model.collectives import Collective, axes_cost, sum_scatter_of, wire_bytes
+from autopar.curves import Curve
 from autopar.graph.merging import Merged
 from autopar.plan import Layout, SumScatter
-from autopar.profile import Curve
 from autopar.schedule.reshard import SCATTERS, Move, MoveKind, Ways, representative, scattered, shares, ways_between
 
 COLLECTIVE_OF_MOVE = {

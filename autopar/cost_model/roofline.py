@@ -24,8 +24,8 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from autopar.cluster import Cluster
+from autopar.convolution_shapes import ConvolutionShape
 from autopar.errors import ClusterError
-from autopar.profile import ConvolutionShape
 
 PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
 """Primitives that the matrix units run."""

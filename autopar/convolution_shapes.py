@@ -1,0 +1,76 @@
+"""Which convolutions run alike, so that what was measured of one is the price of another?
+
+    seconds = curve of the family (FLOPs · filling)
+
+Libraries have kernels of their own for each family, of very different speed, and units of a width that narrow pieces do not fill.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+FEW_FEATURES = 16
+"""At most so many in image and result: XLA:CPU leaves these to another library."""
+
+
+class ConvolutionFamily(Enum):
+    """Which convolutions run alike: libraries have kernels of their own for each, of very different speed.
+
+    A window is large if it covers more positions than the result has: so it is in gradients of weights, where the other
+    gradient is the window.  Of a layer whose own window is one position, that gradient's result has one position.  An image is
+    dilated if holes are put between its positions, as by a transposed convolution; if it has fewer than the window, XLA lets
+    the two change places.
+    """
+
+    FEW_FEATURES = "few features"
+    MANY_FEATURES = "many features"
+    DILATED = "dilated image"
+    LARGE_FEW_FEATURES = "large window, few features"
+    LARGE_MANY_FEATURES = "large window, many features"
+    LARGE_DILATED = "large window, dilated image"
+    LARGE_POINT = "large window, many features, one position"
+    SMALL_DILATED = "dilated image smaller than the window"
+
+
+@dataclass(frozen=True)
+class ConvolutionShape:
+    """What the price of a convolution on one device depends on, beside its FLOPs.
+
+    Positions are those of the window, of the image without holes, and of the result; the image's features, times the window's
+    positions, are what one of the result is a sum of.
+    """
+
+    window_positions: int
+    image_positions: int
+    result_positions: int
+    image_features: int
+    result_features: int
+    is_dilated: bool
+
+    @property
+    def family(self) -> ConvolutionFamily:
+        """Which it runs alike with."""
+        large = self.window_positions > self.result_positions
+        if self.is_dilated and large:
+            return ConvolutionFamily.LARGE_DILATED
+        if self.is_dilated:
+            small = self.window_positions > self.image_positions
+            return ConvolutionFamily.SMALL_DILATED if small else ConvolutionFamily.DILATED
+        if max(self.image_features, self.result_features) <= FEW_FEATURES:
+            return ConvolutionFamily.LARGE_FEW_FEATURES if large else ConvolutionFamily.FEW_FEATURES
+        if large:
+            return (
+                ConvolutionFamily.LARGE_POINT if self.result_positions == 1 else ConvolutionFamily.LARGE_MANY_FEATURES
+            )
+        return ConvolutionFamily.MANY_FEATURES
+
+    @property
+    def filling(self) -> float:
+        """How many times the FLOPs take that fill units as wide as :data:`FEW_FEATURES`, of which a narrow piece uses a part.
+
+        A piece with two of many features gathers all that they are sums of, as it would for sixteen.
+        """
+        depth = self.image_features * self.window_positions
+        return math.prod(max(FEW_FEATURES / max(width, 1), 1.0) for width in (depth, self.result_features))
