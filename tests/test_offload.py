@@ -321,7 +321,7 @@ def test_the_compiler_of_h100s_keeps_it_on_the_host(examples: int, method: str) 
 
 @pytest.mark.parametrize("bytes_per_second", [1e9, 4e11, 1e13])
 @pytest.mark.parametrize(
-    "share", [0.6, *(pytest.param(one, marks=pytest.mark.verify) for one in (0.48, 0.52, 0.7, 0.8))]
+    "share", [0.52, *(pytest.param(one, marks=pytest.mark.verify) for one in (0.48, 0.6, 0.7, 0.8))]
 )
 def test_the_faster_of_both(bytes_per_second: float, share: float) -> None:
     """Against both plans made on demand: where the state lies as it is fastest, and on the devices where it is all one."""
@@ -333,7 +333,7 @@ def test_the_faster_of_both(bytes_per_second: float, share: float) -> None:
     assert found.step_seconds == min(here, there)
     assert found.peak_bytes <= options["memory_per_device"]
     assert found.offload is (Offload.OPTIMIZER_STATE if there < here else Offload.NONE)
-    if share == 0.6:  # of the rates one is too low to be looked at, one too low to win, and one wins
+    if share == 0.52:  # of the rates one is too low to be looked at, one too low to win, and one wins
         assert (there < here) is (bytes_per_second == 1e13)
 
 
