@@ -1,0 +1,28 @@
+"""Does the benchmark of predictions count what it says?"""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.ranking import Ranked, over_hand_made, verdict
+
+
+def rows(*told: tuple[str, float, float]) -> list[Ranked]:
+    return [Ranked(name, foretold, foretold, clock) for name, foretold, clock in told]
+
+
+def test_the_planners_choice_is_the_one_that_it_foretells_to_be_fastest() -> None:
+    found = rows(("auto 8", 1.0, 3.0), ("auto 2×4", 2.0, 1.0), ("zero2 8", 4.0, 2.0), ("zero3 8", 0.5, 2.5))
+    assert over_hand_made(found) == 1.5
+
+
+@pytest.mark.parametrize("names", [("auto 8",), ("zero2 8", "zero3 8"), ()])
+def test_without_plans_of_both_kinds_there_is_no_ratio(names: tuple[str, ...]) -> None:
+    assert over_hand_made(rows(*((name, 1.0, 1.0) for name in names))) is None
+
+
+def test_pairs_that_the_clock_does_not_part_are_left_out_and_ties_count_for_nothing() -> None:
+    clock = [1.0, 1.04, 2.0, 3.0]
+    found = verdict([2.0, 1.0, 3.0, 3.0], clock)
+    assert (found.pairs, found.regret) == (5, 1.04)
+    assert found.tau == pytest.approx(4 / 5)
