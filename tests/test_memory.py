@@ -316,7 +316,7 @@ def kept_by(function: Any, arguments: tuple[jax.ShapeDtypeStruct, ...], platform
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_gpus_compute_again_from_what_is_no_larger(dtype: DTypeLike, platform: str) -> None:
-    """As XLA's compiler for H100s does, whose softmax is one kernel and whose tanh stands in two."""
+    """As XLA's compiler for H100s does: its softmax is one kernel, tanh stands in two (of wide narrow floats in one)."""
 
     def softmax_product(x: jax.Array, w: jax.Array) -> jax.Array:
         powers = jnp.exp((x @ w).astype(jnp.float32))
@@ -329,7 +329,7 @@ def test_gpus_compute_again_from_what_is_no_larger(dtype: DTypeLike, platform: s
     for function, costly in ((softmax_product, "exp"), (gradient_of_gelu, "tanh")):
         made = kept_by(function, arguments, platform)
         assert "dot_general" in made
-        assert (costly in made) is (platform == "cpu")
+        assert (costly in made) is (platform == "cpu" or (costly == "tanh" and dtype == jnp.bfloat16))
 
 
 @pytest.mark.parametrize("is_split", [False, True], ids=["bits", "words"])

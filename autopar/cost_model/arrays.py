@@ -59,6 +59,8 @@ SCATTERED_SUMS = frozenset(("scatter-add", "select_and_scatter_add"))
 
 ADDITIONS = frozenset(("add", "add_any"))
 
+NARROW = frozenset(("bfloat16", "float16"))
+
 DRAWS = frozenset(("random_bits", "threefry2x32"))
 
 _SINGLE_USE_WORK = ("scatter", "dynamic_update_slice")
@@ -198,7 +200,7 @@ class _Builder(ArrayList):
         merged = Merged.ALL if self.on_cpu else self._merged.get(step.source.value, Merged.NONE)
         if kind in merging(merged, Platform(self._platform)):
             dtype = self.program.values[step.source.value].dtype
-            summed = "float32" if self.on_cpu and dtype in ("bfloat16", "float16") else dtype
+            summed = "float32" if self.on_cpu and dtype in NARROW else dtype
             self.arrays.nodes[number].combines = kind, move.axes, summed
         return number
 
@@ -311,10 +313,10 @@ class _Builder(ArrayList):
 
     def _is_computed_again(self, node: Node) -> bool:
         """XLA:GPU weighs arithmetic against memory: it reads narrower floats again, and once more the one array that it was
-        made of besides arguments of the program (a product and its bias).
+        made of besides arguments of the program (a product and its bias), but for narrow floats, which it widens first.
         """
         if node.size_bytes == node.source_bytes > 0 and len(node.inputs) == 1:
-            return len(node.origins) == 1
+            return len(node.origins) == 1 and node.dtype not in NARROW
         return node.size_bytes > node.source_bytes > 0
 
     def _draw(self, node: Node, operator: Operator, result: Buffer) -> None:
