@@ -254,6 +254,7 @@ def verdict_table(ranked: dict[str, list[Ranked]]) -> Table:
     for column in ("plans", "pairs", "tau", "regret", "tau, plain", "regret, plain", "auto / by hand"):
         table.add_column(column, justify="right")
     found = []
+    ratios = {name: over_hand_made(rows) for name, rows in ranked.items()}
     for name, rows in ranked.items():
         clock = [row.clock_seconds for row in rows]
         both = [
@@ -262,14 +263,14 @@ def verdict_table(ranked: dict[str, list[Ranked]]) -> Table:
         ]
         found.append(both)
         cells = [cell for one in both for cell in (tau_text(one.tau), f"{one.regret:.3f}")]
-        table.add_row(name, str(len(rows)), str(both[0].pairs), *cells, ratio_text(over_hand_made(rows)))
-    ratios = [ratio for rows in ranked.values() if (ratio := over_hand_made(rows)) is not None]
+        table.add_row(name, str(len(rows)), str(both[0].pairs), *cells, ratio_text(ratios[name]))
+    known = [ratio for ratio in ratios.values() if ratio is not None]
     for label, tau_of, regret_of in (("worst", min, max), ("mean", statistics.mean, statistics.mean)):
         cells = []
         for column in zip(*found, strict=True):
             taus = [one.tau for one in column if one.tau is not None]
             cells += [tau_text(tau_of(taus) if taus else None), f"{regret_of(one.regret for one in column):.3f}"]
-        table.add_row(label, "", "", *cells, ratio_text(regret_of(ratios) if ratios else None), style="bold")
+        table.add_row(label, "", "", *cells, ratio_text(regret_of(known) if known else None), style="bold")
     return table
 
 

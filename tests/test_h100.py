@@ -43,12 +43,17 @@ def planned(case: str, choice: str) -> Plan:
     return step.plan(model.abstract_state(), model.abstract_batch(told.examples))
 
 
+def foretold_and_clock(rows: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
+    """Seconds of the steps of some plans."""
+    foretold = [planned(row["case"], row["name"]).step_seconds for row in rows]
+    return foretold, [row["clock_seconds"] for row in rows]
+
+
 @pytest.mark.parametrize("case", ["gpt", "wide_resnet"])
 def test_plans_took_on_an_h100_the_time_and_the_memory_that_are_foretold(case: str) -> None:
     rows = rows_of(case)
     assert len(rows) >= 4
-    clock = [row["clock_seconds"] for row in rows]
-    foretold = [planned(case, row["name"]).step_seconds for row in rows]
+    foretold, clock = foretold_and_clock(rows)
     found = verdict(foretold, clock)
     assert found.tau is not None and found.pairs >= 5
     assert found.tau >= TAU_WANTED and found.regret <= REGRET_WANTED
@@ -61,9 +66,7 @@ def test_plans_took_on_an_h100_the_time_and_the_memory_that_are_foretold(case: s
 
 def test_plans_of_an_lstm_come_in_the_order_of_the_clock() -> None:
     """Its weights, 1500 wide, XLA pads in every step of time, which nobody foretells: all take longer alike."""
-    rows = rows_of("lstm")
-    clock = [row["clock_seconds"] for row in rows]
-    foretold = [planned("lstm", row["name"]).step_seconds for row in rows]
+    foretold, clock = foretold_and_clock(rows_of("lstm"))
     found = verdict(foretold, clock)
     assert found.pairs >= 5
     assert (found.tau, found.regret) == (1.0, 1.0)
@@ -74,8 +77,7 @@ def test_of_a_vit_what_is_computed_again_comes_in_the_order_of_the_clock() -> No
     """Not microbatches: there XLA puts whole arrays beside sums of few columns, in kernels of as few blocks."""
     rows = [row for row in rows_of("vit") if "microbatches" not in row["name"]]
     assert len(rows) >= 3
-    clock = [row["clock_seconds"] for row in rows]
-    foretold = [planned("vit", row["name"]).step_seconds for row in rows]
+    foretold, clock = foretold_and_clock(rows)
     assert verdict(foretold, clock).tau == 1.0
     assert all(0.85 <= said / seconds <= 1.15 for said, seconds in zip(foretold, clock, strict=True))
 

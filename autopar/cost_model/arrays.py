@@ -324,8 +324,9 @@ class _Builder(ArrayList):
 
         So of what they come to, the first array that several read is kept instead: of a dropout its mask.
         """
-        drawn = operator.primitive in DRAWS or any(self.arrays.nodes[i].is_drawn for i in node.inputs)
-        if self.on_cpu or not drawn or node.form not in (Form.CHEAP, Form.COSTLY, Form.RENAME):
+        if self.on_cpu or node.form not in (Form.CHEAP, Form.COSTLY, Form.RENAME):
+            return
+        if operator.primitive not in DRAWS and not any(self.arrays.nodes[i].is_drawn for i in node.inputs):
             return
         node.is_drawn = self._uses[result] == 1
         if not node.is_drawn and node.form is Form.CHEAP:
