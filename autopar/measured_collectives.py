@@ -145,18 +145,16 @@ def check_count(kind: Collective, length: int, text: str) -> None:
 
 
 def _all_reduce(value: jax.Array, group_size: int) -> jax.Array:
-    # Shifting by the device's number keeps the operand from being provably replicated.
-    return lax.psum(value, "group") + lax.axis_index("group").astype(value.dtype)
+    # The device's number in one place keeps the operand from being provably replicated.
+    return lax.psum(value, "group").at[0].add(lax.axis_index("group").astype(value.dtype))
 
 
 def _all_gather(value: jax.Array, group_size: int) -> jax.Array:
-    full = lax.all_gather(value, "group", tiled=True)
-    return lax.dynamic_slice_in_dim(full, lax.axis_index("group") * value.size, value.size)
+    return value.at[0].set(lax.all_gather(value, "group", tiled=True)[-1])
 
 
 def _reduce_scatter(value: jax.Array, group_size: int) -> jax.Array:
-    piece = lax.psum_scatter(value, "group", tiled=True)
-    return lax.dynamic_update_slice(value, piece, (0,))
+    return value.at[0].set(lax.psum_scatter(value, "group", tiled=True)[-1])
 
 
 def _all_to_all(value: jax.Array, group_size: int) -> jax.Array:

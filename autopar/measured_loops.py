@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from autopar.bench import Bench, spread
+from autopar.bench import CHAIN, Bench, spread
 from autopar.curves import Curve
 from autopar.efforts import Effort
 from autopar.measured_convolutions import Convolution
@@ -93,26 +93,21 @@ class LoopedKernels:
         return self._bench.chain_seconds(link, mesh, image, [other])
 
     def turned_bytes_per_second(self) -> float:
-        """Of a copy of a matrix that lies in memory by columns into one that lies by rows.
+        """Of copies of matrices that lie in memory by columns into some that lie by rows, each a kernel of its own.
 
-        It takes the place of one of the two kernels that go straight over the matrix in a trip of the other loop.
+        No loop: what a trip takes out of an array would be one kernel with the copy, which then goes element by element where a
+        copy alone goes by tiles.
         """
         self._say("copies into another order")
         rows, columns = self._effort.turned_shape
-        pieces = max(self._effort.streamed_bytes // (4 * rows * columns), 2)
-        x = self._bench.spread((pieces, rows, columns), self._bench.mesh(1))
-
-        def copied(turns: bool) -> Callable[[jax.Array, jax.Array], jax.Array]:
-            def trip(number: jax.Array, carried: jax.Array) -> jax.Array:
-                piece = lax.dynamic_index_in_dim(carried, number % pieces, keepdims=False)
-                changed = piece.T.reshape(piece.shape) if turns else piece * 0.999 + 1.0
-                # Kept apart, the update in place is one more kernel of either kind.
-                return lax.dynamic_update_index_in_dim(carried, lax.optimization_barrier(changed), number % pieces, 0)
-
-            return trip
-
-        turned, straight = (self._bench.loop_seconds(copied(turns), x, LEAST_TRIPS) for turns in (True, False))
-        return 2 * 4 * rows * columns / max(turned - straight / 2, LEAST_SECONDS)
+        mesh = self._bench.mesh(1)
+        matrices = [self._bench.spread((rows, columns), mesh) for _ in range(CHAIN)]
+        one, many = (
+            self._bench.compiled(lambda *given: tuple(x.T for x in given), mesh, matrices[:count])
+            for count in (1, CHAIN)
+        )
+        seconds = self._bench.timer.difference(lambda: one(matrices[0]), lambda: many(*matrices), extra=CHAIN - 1)
+        return 2 * 4 * rows * columns / seconds
 
     def host_copies(self) -> Curve | None:
         """None: devices and host are one memory."""

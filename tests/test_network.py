@@ -22,7 +22,7 @@ from autopar.cluster import Cluster, Link, Mesh
 from autopar.cost_model.collectives import Collective, group_seconds, sum_scatter_of, wire_bytes
 from autopar.cost_model.groups import axes_groups
 from autopar.cost_model.hlo import read_compiled
-from autopar.cost_model.reshard import copy_seconds, move_seconds, order_of, reshard_table
+from autopar.cost_model.reshard import copy_seconds, move_seconds, outermost_of, reshard_table
 from autopar.cost_model.waits import waiting
 from autopar.curves import Curve
 from autopar.errors import ClusterError
@@ -218,9 +218,8 @@ def test_a_sum_by_hand_costs_an_exchange_and_its_additions(dim: int) -> None:
     assert move_seconds(move, layout, size, mesh, cluster) == pytest.approx(0.5 * sent / 1e7)
     added = size * (1 + 1 / 8) / cluster.per_device_memory_bytes_per_second
     turned = 2 * size / cluster.per_device_turned_bytes_per_second if dim else 0.0
-    order = order_of((512, 512))
-    assert copy_seconds(move, layout, size, mesh, cluster, order) == pytest.approx(added + turned)
-    assert copy_seconds(move, layout, size, mesh, cluster, order_of((512, 512), dim)) == pytest.approx(added)
+    outermost = outermost_of((512, 512))
+    assert copy_seconds(move, layout, size, mesh, cluster, outermost) == pytest.approx(added + turned)
     for scatter, cluster_of_it in (
         (SumScatter.EXCHANGE, cluster),
         (SumScatter.COLLECTIVE, cluster.replace(network=None)),
@@ -229,7 +228,7 @@ def test_a_sum_by_hand_costs_an_exchange_and_its_additions(dim: int) -> None:
         (way,) = moves_between(shape, layout, after_move(layout, move, mesh), mesh)
         one = scattered(way, scatter)
         took = move_seconds(one, layout, size, mesh, cluster_of_it)
-        took += copy_seconds(one, layout, size, mesh, cluster_of_it, order)
+        took += copy_seconds(one, layout, size, mesh, cluster_of_it, outermost)
         table = reshard_table(shape, mesh, cluster_of_it)
         ((priced,),) = table.between([layout], [after_move(layout, move, mesh)], size)
         assert priced == pytest.approx(took)

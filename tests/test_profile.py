@@ -29,10 +29,9 @@ from autopar.cost_model.machine import make_machine
 from autopar.cost_model.reshard import (
     AffineTable,
     LegTable,
-    Order,
     copy_seconds,
     move_seconds,
-    order_of,
+    outermost_of,
     reshard_table,
 )
 from autopar.cost_model.roofline import operator_seconds
@@ -293,16 +292,12 @@ def test_copies_that_turn_an_array_cost_what_was_measured_of_them(tmp_path: Path
     cluster, mesh = local(), local().logical_mesh_shapes(1)[0]
     gather = Move(MoveKind.ALL_GATHER, mesh.axis_names, 1)
     layout = Layout(((), mesh.axis_names))
-    turned = copy_seconds(gather, layout, 4e6, mesh, Cluster.local(profile=slow), Order(0))
+    turned = copy_seconds(gather, layout, 4e6, mesh, Cluster.local(profile=slow), 0)
     assert turned == pytest.approx(2 * 4e6 / 1e8)
-    assert (
-        copy_seconds(gather, layout, 4e6, mesh, cluster, Order(0))
-        == 2 * 4e6 / cluster.per_device_memory_bytes_per_second
-    )
-    assert copy_seconds(gather, layout, 4e6, mesh, Cluster.local(profile=slow), Order(1)) == 0.0
+    assert copy_seconds(gather, layout, 4e6, mesh, cluster, 0) == 2 * 4e6 / cluster.per_device_memory_bytes_per_second
+    assert copy_seconds(gather, layout, 4e6, mesh, Cluster.local(profile=slow), 1) == 0.0
     scatter = Move(MoveKind.REDUCE_SCATTER, mesh.axis_names, 1)
-    assert copy_seconds(scatter, Layout(((), ()), mesh.axis_names), 4e6, mesh, cluster, Order(0)) > 0
-    assert copy_seconds(scatter, Layout(((), ()), mesh.axis_names), 4e6, mesh, cluster, Order(0, turns_before=1)) == 0
+    assert copy_seconds(scatter, Layout(((), ()), mesh.axis_names), 4e6, mesh, cluster, 0) > 0
 
 
 @pytest.mark.parametrize(
@@ -694,7 +689,7 @@ def _way_seconds(
     for move in moves_between(shape, source, target, mesh):
         joins = combined and move.kind.name == "ALL_REDUCE"  # all that XLA:CPU combines
         total += move_seconds(move, layout, array_bytes, mesh, local(), joins=joins)
-        total += copy_seconds(move, layout, array_bytes, mesh, local(), order_of(shape))
+        total += copy_seconds(move, layout, array_bytes, mesh, local(), outermost_of(shape))
         layout = after_move(layout, move, mesh)
     return total
 

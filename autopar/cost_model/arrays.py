@@ -32,9 +32,8 @@ from autopar.graph.build import LoopKind
 from autopar.graph.fusion import COSTLY, FREE, FUSIBLE, INPUT_FUSIBLE
 from autopar.graph.ir import Operator
 from autopar.graph.merging import Merged, merged_values
-from autopar.graph.products import turning_points
 from autopar.graph.zeros import is_zero_literal
-from autopar.schedule.reshard import SCATTERS, Move, MoveKind, after_move
+from autopar.schedule.reshard import Move, MoveKind, after_move
 from autopar.schedule.spmd import Buffer, Reshard, Run, SpmdProgram
 
 ELEMENTWISE_EXCEPTIONS = frozenset(
@@ -133,7 +132,6 @@ class _Builder(ArrayList):
         super().__init__(program, platform, donated)
         self._platform = platform
         self._merged = {} if self.on_cpu else merged_values(program.graph)  # XLA:CPU asks only what kind they are
-        self._turning = turning_points(program.graph) if self.on_cpu else {}
         self._turned: dict[int, int] = {}  # a collective's result in another order of dimensions: the collective
         self._uses = Counter(
             buffer
@@ -174,8 +172,7 @@ class _Builder(ArrayList):
                 return self.add(Form.COSTLY, (sent,), size, tenant, value, step.cause)
         order = (move.dim, *(dim for dim in range(len(shape)) if dim != move.dim))
         is_turned = minor or (self._lies_transposed(node) and step.target not in self.program.outputs)
-        made_so = move.kind in SCATTERS and self._turning.get(value) == move.dim
-        if minor and not made_so:
+        if minor:
             node = self.relayout(node, order)
         if move.kind is MoveKind.EXCHANGE_SUM:
             node = self.add(Form.KERNEL, (node,), self.bytes_of(before), tenant, value, step.cause)

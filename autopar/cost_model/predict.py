@@ -27,11 +27,10 @@ from autopar.cost_model.kernels import Kernel, kernel_cost
 from autopar.cost_model.new_memory import new_memory_seconds
 from autopar.cost_model.nodes import Arrays
 from autopar.cost_model.overlap import Move, hidden_seconds
-from autopar.cost_model.reshard import COLLECTIVE_OF_MOVE, collective_bytes, copy_seconds, move_seconds, order_of
+from autopar.cost_model.reshard import COLLECTIVE_OF_MOVE, collective_bytes, copy_seconds, move_seconds, outermost_of
 from autopar.cost_model.waits import WorkSinceAxes, axes_waiting
 from autopar.graph.fusion import Fusion
 from autopar.graph.ir import Operator, Phase
-from autopar.graph.products import turning_points
 from autopar.plan import CollectiveUse, Memory, Prediction
 from autopar.schedule.reshard import after_move, local_shape
 from autopar.schedule.spmd import Run, SpmdProgram, local_bytes
@@ -168,7 +167,6 @@ def _sent(
     # A combined collective starts when its last operand is there.
     last = {first: move for move, first in leader.items()}
     repeated = sent_before(program, platform.value, arrays)
-    turning = turning_points(program.graph)
     for step, trips in program.all_steps():
         if isinstance(step, Run):
             waits.work(step, trips)
@@ -184,8 +182,7 @@ def _sent(
                 first = leader.get(this, this)
                 joins = first != this
                 seconds = move_seconds(move, layout, sent_bytes, mesh, cluster, joins=joins)
-                order = order_of(value.shape, turning.get(value.id))
-                seconds += copy_seconds(move, layout, sent_bytes, mesh, cluster, order)
+                seconds += copy_seconds(move, layout, sent_bytes, mesh, cluster, outermost_of(value.shape))
                 seconds += waits.wait(move.axes) if last.get(first, this) == this else 0.0
                 wire = wire_bytes(kind, full, mesh.axis_size(*move.axes))
                 phase = step.cause.phase if step.cause else Phase.UPDATE

@@ -59,37 +59,22 @@ def move_seconds(
     return (cost.joined if joins else cost).seconds(sent)
 
 
-@dataclass(frozen=True)
-class Order:
-    """How the elements of an array lie in memory, as far as collectives ask.
-
-    ``outermost`` is its first dimension that is longer than one.  A product's result may as well lie with the dimensions from
-    ``turns_before`` on first (:func:`autopar.graph.products.turning_points`).
-    """
-
-    outermost: int
-    turns_before: int | None = None
+def outermost_of(shape: tuple[int, ...]) -> int:
+    """The first dimension that is longer than one: what is cut along it lies in one piece."""
+    return next((dim for dim, extent in enumerate(shape) if extent > 1), 0)
 
 
-def order_of(shape: tuple[int, ...], turns_before: int | None = None) -> Order:
-    """The order of an array of that shape."""
-    return Order(next((dim for dim, extent in enumerate(shape) if extent > 1), 0), turns_before)
-
-
-def copy_seconds(move: Move, layout: Layout, array_bytes: float, mesh: Mesh, cluster: Cluster, order: Order) -> float:
+def copy_seconds(move: Move, layout: Layout, array_bytes: float, mesh: Mesh, cluster: Cluster, outermost: int) -> float:
     """Seconds in memory of the same move: of sums that are added up by hand, and of copies.
 
     Pieces that are gathered or scattered along another dimension than the outermost do not lie one after the other: on CPU the
-    full tensor is copied into another order, unless the product that makes it can be turned.  What other backends do about it is
-    not known, and not priced.
+    full tensor is copied into another order.  What other backends do about it is not known, and not priced.
     """
     full_bytes = collective_bytes(move, layout, array_bytes, mesh)
     added = 0.0
     if move.kind is MoveKind.EXCHANGE_SUM:
         added = full_bytes * (1 + 1 / mesh.axis_size(*move.axes)) / cluster.per_device_memory_bytes_per_second
-    if cluster.device.platform is not Platform.CPU or move.kind not in COPIED or move.dim <= order.outermost:
-        return added
-    if move.kind in SCATTERS and move.dim == order.turns_before:
+    if cluster.device.platform is not Platform.CPU or move.kind not in COPIED or move.dim <= outermost:
         return added
     return added + 2 * full_bytes / cluster.per_device_turned_bytes_per_second
 
@@ -188,15 +173,15 @@ def reshard_table(
     mesh: Mesh,
     cluster: Cluster,
     merged: Merged = Merged.NONE,
-    turns_before: int | None = None,
 ) -> ReshardTable:
-    """The table of the class that ``shape`` belongs to; ``turns_before`` as in :class:`Order`.
+    """The table of the class that ``shape`` belongs to.
 
     Collectives that the backend makes one with others (:func:`merging`) cost what they add to these, and where sets are limited
     (:data:`COMBINED_RESULT_BYTES`) their share of a full set's latency.
     """
-    order = order_of(shape, turns_before)
-    return _table(representative(shape, mesh), order, mesh, cluster, merging(merged, cluster.device.platform))
+    return _table(
+        representative(shape, mesh), outermost_of(shape), mesh, cluster, merging(merged, cluster.device.platform)
+    )
 
 
 def _share_of_set(move: Move, layout: Layout, mesh: Mesh, limit_bytes: float) -> float:
@@ -207,12 +192,12 @@ def _share_of_set(move: Move, layout: Layout, mesh: Mesh, limit_bytes: float) ->
 
 @cache
 def _table(
-    shape: tuple[int, ...], order: Order, mesh: Mesh, cluster: Cluster, joining: frozenset[Collective]
+    shape: tuple[int, ...], outermost: int, mesh: Mesh, cluster: Cluster, joining: frozenset[Collective]
 ) -> ReshardTable:
     ways = ways_between(shape, mesh)
     is_measured = cluster.profile is not None or cluster.network is not None
     if is_measured or (joining and cluster.device.platform in COMBINED_RESULT_BYTES):
-        return _leg_table(ways, order, mesh, cluster, joining)
+        return _leg_table(ways, outermost, mesh, cluster, joining)
     count = len(ways.layouts)
     arc_latency = np.zeros((count, count))
     arc_per_byte = np.zeros((count, count))
@@ -222,7 +207,7 @@ def _table(
             move_seconds(move, ways.layouts[source], size, mesh, cluster, joins=joins) for size in (0.0, 1e9)
         )
         arc_latency[source, target] = small
-        copied = copy_seconds(move, ways.layouts[source], 1.0, mesh, cluster, order)
+        copied = copy_seconds(move, ways.layouts[source], 1.0, mesh, cluster, outermost)
         arc_per_byte[source, target] = (large - small) / 1e9 + copied
     latency = np.zeros((count, count))
     per_byte = np.zeros((count, count))
@@ -246,7 +231,7 @@ def _backwards(ways: Ways) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]
         here = previous
 
 
-def _leg_table(ways: Ways, order: Order, mesh: Mesh, cluster: Cluster, joining: frozenset[Collective]) -> LegTable:
+def _leg_table(ways: Ways, outermost: int, mesh: Mesh, cluster: Cluster, joining: frozenset[Collective]) -> LegTable:
     limit_bytes = COMBINED_RESULT_BYTES.get(cluster.device.platform)
     entry_of: dict[tuple[float, float, Curve | SharedLatency | None, float], int] = {(0.0, 0.0, None, 0.0): 0}
     arc_entry = np.zeros((len(ways.layouts),) * 2, dtype=np.int32)
@@ -255,7 +240,7 @@ def _leg_table(ways: Ways, order: Order, mesh: Mesh, cluster: Cluster, joining: 
             continue
         group_size, cost = axes_cost(kind, move.axes, mesh, cluster)
         share = wire_bytes(kind, collective_bytes(move, ways.layouts[source], 1.0, mesh), group_size)
-        copied = copy_seconds(move, ways.layouts[source], 1.0, mesh, cluster, order)
+        copied = copy_seconds(move, ways.layouts[source], 1.0, mesh, cluster, outermost)
         entry: tuple[float, float, Curve | SharedLatency | None, float]
         if kind in joining and limit_bytes is not None:
             latency, filled = (

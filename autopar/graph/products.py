@@ -23,7 +23,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from autopar._compat import DropVar, Literal
-from autopar.graph.ir import Graph
 
 
 def in_the_order_wanted(equations: Sequence[Any], outvars: Iterable[Any]) -> list[Any]:
@@ -44,22 +43,6 @@ def in_the_order_wanted(equations: Sequence[Any], outvars: Iterable[Any]) -> lis
             continue
         kept[source], kept[number] = _other_way_round(equations[source], equation.outvars), None
     return [equation for equation in kept if equation is not None]
-
-
-def turning_points(graph: Graph) -> dict[int, int]:
-    """By value, before which dimension the result of a product can be turned for nothing: the right operand's first free one.
-
-    Products with batch dimensions are left out, and those of which one operand has no free dimension.
-    """
-    found = {}
-    for operator, _ in graph.all_operators():
-        if operator.primitive == "dot_general":
-            product = operator.equation
-            (contracted, _), (batch, _) = product.params["dimension_numbers"]
-            free = product.invars[0].aval.ndim - len(contracted)
-            if not batch and 0 < free < product.outvars[0].aval.ndim:
-                found[operator.results[0]] = free
-    return found
 
 
 def _turns(permutation: Sequence[int], product: Any) -> bool:

@@ -31,7 +31,6 @@ class ClassEdge:
     itemsize_bytes: int
     dtype: str
     merged: Merged
-    turns_before: int | None
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,6 @@ def merge_alike(problem: Problem, demands: Mapping[int, Hashable]) -> Quotient:
     for edge in problem.edges:
         look = (
             edge.merged.value,
-            edge.turns_before,
             edge.source.port,
             edge.source.position,
             edge.target.port,
@@ -87,7 +85,7 @@ def _quotient(problem: Problem, colours: list[int]) -> Quotient:
     for edge in problem.edges:
         source = End(class_of[edge.source.node], edge.source.port, edge.source.position)
         target = End(class_of[edge.target.node], edge.target.port, edge.target.position)
-        look = edge.shape, edge.itemsize_bytes, edge.dtype, edge.merged, edge.turns_before
+        look = edge.shape, edge.itemsize_bytes, edge.dtype, edge.merged
         edges[ClassEdge(source, target, *look)] += edge.weight
     return Quotient(members, tuple(class_of), dict(edges))
 

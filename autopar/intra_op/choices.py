@@ -256,7 +256,7 @@ def edge_seconds(
     """Seconds of one reshard along an edge, by option of its source and of its target."""
     sources = _layouts_at(problem, quotient, choices, edge.source)
     targets = _layouts_at(problem, quotient, choices, edge.target)
-    table = reshard_table(edge.shape, choices.mesh, cluster, edge.merged, edge.turns_before)
+    table = reshard_table(edge.shape, choices.mesh, cluster, edge.merged)
     sent_bytes = math.prod(edge.shape) * wire_itemsize_bytes(edge, cluster.device.platform)
     return table.between(sources, targets, sent_bytes)
 

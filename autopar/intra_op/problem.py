@@ -34,7 +34,6 @@ from autopar.graph.build import BARRIER, LoopKind
 from autopar.graph.fusion import Fusion, fuse
 from autopar.graph.ir import FactorKind, Graph, Operator, Phase, Value
 from autopar.graph.merging import Merged, merged_values
-from autopar.graph.products import turning_points
 
 COPY_WORTH_BYTES = 1 << 12
 """Below this size a second gather is cheaper than a node."""
@@ -62,8 +61,7 @@ class End:
 class Edge:
     """An array of ``shape`` goes from ``source`` to ``target``, ``weight`` times a step.
 
-    ``merged``: which of its collectives become one with those of other arrays; ``turns_before``: see
-    :func:`autopar.graph.products.turning_points`.
+    ``merged``: which of its collectives become one with those of other arrays.
     """
 
     source: End
@@ -73,7 +71,6 @@ class Edge:
     dtype: str
     weight: int
     merged: Merged = Merged.NONE
-    turns_before: int | None = None
 
 
 class Work(NamedTuple):
@@ -227,7 +224,6 @@ class _ProblemBuilder:
         self._separate = separate
         self._fusion = fuse(graph)
         self._merged = merged_values(graph)
-        self._turning = turning_points(graph)
         self._values = {value.id: value for value in graph.all_values()}
         self._parent: dict[int, int] = {}
         self._partial: set[int] = set()
@@ -410,10 +406,7 @@ class _ProblemBuilder:
             if source.node != target.node:
                 array = self._values[value]
                 merged = self._merged.get(value, Merged.NONE)
-                turns = self._turning.get(value)
-                edges.append(
-                    Edge(source, target, array.shape, array.itemsize_bytes, array.dtype, weight, merged, turns)
-                )
+                edges.append(Edge(source, target, array.shape, array.itemsize_bytes, array.dtype, weight, merged))
 
         for value, needs in self._needs.items():
             if value not in node_of_value:

@@ -107,13 +107,12 @@ def _scattered(x: jax.Array, move: Move) -> jax.Array:
 
 
 def _scattered_in_order(x: jax.Array, move: Move) -> jax.Array:
-    """The same where pieces must lie one after the other.
+    """The same where pieces must lie one after the other, so that the whole array is copied into another order first.
 
-    XLA:CPU then copies the whole array into another order.  Told as a transposition of a matrix, it is taken into the product
-    that makes the array (a gradient of weights), and what is turned back is one piece.
+    XLA:CPU turns an array by tiles if it is told to transpose a matrix, and element by element if it finds out by itself.
     """
     before, after = x.shape[: move.dim], x.shape[move.dim :]
-    turned = x.reshape(math.prod(before), math.prod(after)).T.reshape(*after, *before)
+    turned = _turned(x, before, after).reshape(*after, *before)
     piece = lax.psum_scatter(turned, move.axes, scatter_dimension=0, tiled=True)
     return _turned_back(piece, before, after[1:])
 
@@ -121,9 +120,19 @@ def _scattered_in_order(x: jax.Array, move: Move) -> jax.Array:
 def _exchanged(x: jax.Array, move: Move, extent: int) -> jax.Array:
     """The same by hand: every device sends to each other one the piece that is kept there, and adds up what it gets."""
     before, after = x.shape[: move.dim], x.shape[move.dim :]
-    turned = x.reshape(math.prod(before), math.prod(after)).T.reshape(-1, extent, *after[1:], *before)
+    turned = _turned(x, before, after).reshape(-1, extent, *after[1:], *before)
     got = lax.all_to_all(lax.optimization_barrier(turned), move.axes, split_axis=0, concat_axis=0, tiled=True)
     return _turned_back(jnp.sum(got, axis=0, dtype=x.dtype), before, after[1:])
+
+
+def _turned(x: jax.Array, before: tuple[int, ...], after: tuple[int, ...]) -> jax.Array:
+    """An array [*before, *after] as a matrix [after, before].
+
+    Were it not for the barrier, XLA:CPU would take the transposition into the product that makes the array (a gradient of
+    weights), and read both operands of that across: up to twice as long, where the copy costs the same however much is
+    summed over.
+    """
+    return lax.optimization_barrier(x).reshape(math.prod(before), math.prod(after)).T
 
 
 def _turned_back(piece: jax.Array, before: tuple[int, ...], behind: tuple[int, ...]) -> jax.Array:
