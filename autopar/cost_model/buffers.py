@@ -26,7 +26,8 @@ from autopar.cost_model.nodes import Arrays, Form, Node
 FUSED = frozenset((Form.CHEAP, Form.COSTLY))
 READ_BUFFERS = frozenset((Form.KERNEL, Form.IN_PLACE, Form.LOOP, Form.BARRIER))
 REPEATED_READS = 2
-"""A cheap array that is kept for some readers is computed again by others when that reads no more than so many."""
+"""A cheap array that is kept for some readers is computed again by others when that reads no more than so many arrays, or
+than so many times its own bytes."""
 
 _NOTHING: frozenset[int] = frozenset()
 _NO_KERNEL, _SEVERAL_KERNELS = -1, -2
@@ -143,10 +144,15 @@ class _Tracer:
         if fused:
             equal = self._equally_read(node)
             kernels.overwrites[number] = frozenset(i for i in equal if kernels.nodes[i].dtype == node.dtype)
-            if node.form is Form.CHEAP and node.unary and len(reads) <= REPEATED_READS:
+            if node.form is Form.CHEAP and node.unary and self._reads_little(node, reads):
                 self._inside[number], self._equal[number] = reads, equal
         elif node.form is Form.IN_PLACE and node.inputs:
             kernels.overwrites[number] = self._given[node.inputs[0]]
+
+    def _reads_little(self, node: Node, reads: frozenset[int]) -> bool:
+        if len(reads) <= REPEATED_READS:
+            return True
+        return sum(self.kernels.nodes[i].size_bytes for i in reads) <= REPEATED_READS * node.size_bytes
 
     def _equally_read(self, node: Node) -> frozenset[int]:
         if not node.elementwise:
