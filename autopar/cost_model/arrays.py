@@ -168,6 +168,7 @@ class _Builder(ArrayList):
                 return self._collective(move, (node,), size, tenant, step)
             case MoveKind.ALL_TO_ALL if self.on_cpu:
                 pieces = self.add(Form.KERNEL, (node,), size, tenant, value, step.cause)
+                self.arrays.nodes[pieces].is_made_anew = True
                 sent = self.add(Form.KERNEL, (pieces,), size, tenant, value, step.cause)
                 return self.add(Form.COSTLY, (sent,), size, tenant, value, step.cause)
         order = (move.dim, *(dim for dim in range(len(shape)) if dim != move.dim))

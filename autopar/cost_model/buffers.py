@@ -249,12 +249,13 @@ def _not_repeated(nodes: list[Node], library: Mapping[int, int]) -> set[int]:
     far = [0] * len(nodes)
     refused = 0
     for number, node in enumerate(nodes):
-        close = distant = 0
+        close = distant = read = 0
         for i in node.inputs:
             close |= near[i]
             distant |= far[i]
+            read |= bits.get(i, 0)
         if node.form is not Form.RENAME:
-            refused |= close & distant
+            refused |= read & distant
             if number in library:
                 if library[number] == number:
                     close, distant = 0, close | distant
