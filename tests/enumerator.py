@@ -420,15 +420,6 @@ class _Enumerator:
             for reader in readers
         )
 
-    def _lies_either_way(self, value: int, dim: int) -> bool:
-        """Whether a product makes the value whose right operand's dimensions begin at ``dim``."""
-        for operator in self.graph.operators:
-            if value in operator.results and operator.primitive == "dot_general":
-                (contracted, _), (batch, _) = operator.equation.params["dimension_numbers"]
-                left = len(operator.equation.invars[0].aval.shape) - len(contracted)
-                return not batch and dim == left
-        return False
-
     def _exchanges(self) -> bool:
         """Whether sums are scattered by an all-to-all and added up, for of whole messages these are faster among all devices."""
         if self.cluster.network is None:
@@ -463,9 +454,9 @@ class _Enumerator:
                     share = min(1.0, result / FULL_SET_BYTES) if self.cluster.device.platform is Platform.CUDA else 0.0
                     latency = collective_seconds(KINDS[move.kind], 0.0, move.axes, self.mesh, self.cluster)
                     total -= latency * (1.0 - share)
-                made_turned = move.kind is MoveKind.REDUCE_SCATTER and self._lies_either_way(value, move.dim)
-                lies_apart = any(extent > 1 for extent in array.shape[: move.dim]) and not made_turned
+                lies_apart = any(extent > 1 for extent in array.shape[: move.dim])
                 if on_cpu and move.kind in COPIED and lies_apart:
-                    total += self._roofline(0.0, 2 * full, "float32")
+                    piece = full / self.mesh.axis_size(*move.axes)
+                    total += self._roofline(0.0, 2 * (full + piece), "float32")
             layout = after_move(layout, move, self.mesh)
         return total

@@ -34,7 +34,7 @@ from autopar.graph.ir import Operator
 from autopar.graph.merging import Merged, merged_values
 from autopar.graph.zeros import is_zero_literal
 from autopar.schedule.reshard import Move, MoveKind, after_move
-from autopar.schedule.spmd import Buffer, Reshard, Run, SpmdProgram
+from autopar.schedule.spmd import Buffer, Reshard, Run, SpmdProgram, local_bytes
 
 ELEMENTWISE_EXCEPTIONS = frozenset(
     """broadcast_in_dim transpose rev pad slice dynamic_slice gather concatenate iota reshape squeeze expand_dims
@@ -123,6 +123,19 @@ def _read_as_they_are(program: SpmdProgram) -> frozenset[Buffer]:
         else:
             found |= {one for one in narrow(step.operands) if not step.results or size(one) >= size(step.results[0])}
     return frozenset(found)
+
+
+def _pieces_needed(body: SpmdProgram, constant: Buffer) -> tuple[int, ...]:
+    """Bytes of the pieces of an array that a loop does not change, if it reads nothing else of it: XLA cuts them before it."""
+    pieces = []
+    for step in body.steps:
+        if isinstance(step, Reshard) and step.source == constant:
+            if any(move.kind is not MoveKind.SLICE for move in step.moves):
+                return ()
+            pieces.append(local_bytes(body, step.target))
+        elif isinstance(step, Run) and constant in step.operands:
+            return ()
+    return () if constant in body.outputs else tuple(pieces)
 
 
 class _Builder(ArrayList):
@@ -430,10 +443,15 @@ class _Builder(ArrayList):
         self, step: Run, start: int, carries: int, body_start: int, scan: tuple[int, int] | None = None
     ) -> None:
         """A loop overwrites its carry in place and fills stacked results that exist from the start."""
-        operator = step.operator
+        operator, body = step.operator, step.bodies[-1]
         inputs, owned = [], []
         for position, buffer in enumerate(step.operands):
             node = None if buffer is None else self.at[buffer]
+            within = position - start + body_start
+            if node is not None and position < start and within >= 0 and self.on_cpu:
+                tenant, pieces = self.arrays.nodes[node].tenant, _pieces_needed(body, body.inputs[within])
+                inputs += [self.add(Form.KERNEL, (node,), size, tenant, -1, operator) for size in pieces]
+                node = None if pieces else node
             if start <= position < start + carries:
                 result = step.results[position - start]
                 source = () if node is None else (node,)
@@ -445,7 +463,7 @@ class _Builder(ArrayList):
             owned.append(self.add(Form.KERNEL, (), self.bytes_of(buffer), Tenant.LOOP, buffer.value, operator))
         loop = self.add(Form.LOOP, (*inputs, *owned[carries:]), 0, Tenant.LOOP, -1, operator)
         pairs = tuple((body_start + k, k) for k in range(carries))
-        self.arrays.nodes[loop].inner = arrays_of(step.bodies[-1], pairs, self._platform, scan)
+        self.arrays.nodes[loop].inner = arrays_of(body, pairs, self._platform, scan)
         for buffer, node in zip(step.results, owned, strict=True):
             self.buffer(Form.RENAME, (node, loop), buffer, Tenant.LOOP, operator)
 

@@ -4,7 +4,8 @@ XLA computes an array inside the kernels that read it when that is cheap, and ke
 
 * what a matrix product, a collective, a loop, a scatter or the program's end reads is kept;
 * costly work is done once, so what several kernels need is kept, be it through cheap work that each of them repeats;
-* cheap work is repeated in each reader, unless it has several large inputs and its readers cannot all be one kernel;
+* cheap work is repeated in each reader, unless it has several large inputs and a reader of its own waits for another besides
+  (on GPUs: a reader of what cheap work makes of it);
 * XLA:CPU's reductions read memory, but for what its library computes with them (:mod:`autopar.cost_model.library`);
 * a kernel writes over an operand only if both have one element type and it reads the array itself, not another shape of its
   bytes; XLA:CPU lets what a product of matrices made be overwritten by arrays of that shape, and its library overwrites nothing.
@@ -26,8 +27,8 @@ from autopar.cost_model.nodes import Arrays, Form, Node
 FUSED = frozenset((Form.CHEAP, Form.COSTLY))
 READ_BUFFERS = frozenset((Form.KERNEL, Form.IN_PLACE, Form.LOOP, Form.BARRIER))
 REPEATED_READS = 2
-"""A cheap array that is kept for some readers is computed again by others when that reads no more than so many arrays, or
-than so many times its own bytes."""
+"""A cheap array that is kept for some readers is computed again by others when that reads no more than so many arrays, or, on
+CPU, than so many times its own bytes."""
 
 _NOTHING: frozenset[int] = frozenset()
 _NO_KERNEL, _SEVERAL_KERNELS = -1, -2
@@ -76,7 +77,7 @@ class _Tracer:
         nodes = arrays.nodes
         self._on_cpu = on_cpu
         self._library = library_kernels(arrays) if on_cpu else {}
-        self._places = places_of(arrays, self._library, reductions_read_memory=on_cpu)
+        self._places = places_of(arrays, self._library, on_cpu=on_cpu)
         self._standing = _standing_renames(nodes)
         self._inside = [_NOTHING] * len(nodes)
         self._equal = [_NOTHING] * len(nodes)
@@ -150,9 +151,8 @@ class _Tracer:
             kernels.overwrites[number] = self._given[node.inputs[0]]
 
     def _reads_little(self, node: Node, reads: frozenset[int]) -> bool:
-        if len(reads) <= REPEATED_READS:
-            return True
-        return sum(self.kernels.nodes[i].size_bytes for i in reads) <= REPEATED_READS * node.size_bytes
+        read_bytes = sum(self.kernels.nodes[i].size_bytes for i in reads)
+        return len(reads) <= REPEATED_READS or (self._on_cpu and read_bytes <= REPEATED_READS * node.size_bytes)
 
     def _equally_read(self, node: Node) -> frozenset[int]:
         if not node.elementwise:
@@ -181,14 +181,14 @@ def _standing_renames(nodes: list[Node]) -> set[int]:
     }
 
 
-def places_of(arrays: Arrays, library: Mapping[int, int], *, reductions_read_memory: bool) -> list[Place]:
+def places_of(arrays: Arrays, library: Mapping[int, int], *, on_cpu: bool) -> list[Place]:
     """Where each array is (see the module docstring); decided from the last reader backwards.
 
     ``library`` are the roots of what a library computes.
     """
     nodes = arrays.nodes
     places = [Place.UNREAD] * len(nodes)
-    whole = _not_repeated(nodes, library)
+    whole = _not_repeated(nodes, library, own_readers=on_cpu)
     uses = [0] * len(nodes)
     kernel_of = [_NO_KERNEL] * len(nodes)
     needed = bytearray(len(nodes))
@@ -219,7 +219,7 @@ def places_of(arrays: Arrays, library: Mapping[int, int], *, reductions_read_mem
             kept = kept or (node.form is Form.COSTLY and kernel_of[number] == _SEVERAL_KERNELS)
             places[number] = Place.MEMORY if kept else Place.REGISTERS
             kernel = number if kept else kernel_of[number]
-            reads_memory = node.form in READ_BUFFERS or (node.form is Form.REDUCE and reductions_read_memory)
+            reads_memory = node.form in READ_BUFFERS or (node.form is Form.REDUCE and on_cpu)
             for i in dict.fromkeys(node.inputs):
                 uses[i] += 1
                 kernel_of[i] = _either(kernel_of[i], kernel)
@@ -236,12 +236,13 @@ def _either(one: int, other: int) -> int:
     return one if other == _NO_KERNEL else _SEVERAL_KERNELS
 
 
-def _not_repeated(nodes: list[Node], library: Mapping[int, int]) -> set[int]:
-    """Cheap nodes of several large inputs whose readers cannot all be one kernel.
+def _not_repeated(nodes: list[Node], library: Mapping[int, int], *, own_readers: bool) -> set[int]:
+    """Cheap nodes of several large inputs of which XLA keeps one array, for their readers cannot all be one kernel.
 
-    That is so when a path leads from the node through a kernel to another reader of it. Bit b of ``near`` (``far``)
-    says that a path leads here from candidate b through no kernel (through one); a reader whose inputs have a bit
-    in both refuses that candidate.
+    A reader refuses a node if a path leads to it from the node through a kernel besides (as of a norm that reads its input and
+    what it sums of it).  XLA:CPU asks the node's ``own_readers``, XLA:GPU, which weighs kernels against each other, was seen to
+    keep what others refuse that cheap work leads to as well.  Bit b of ``near`` (``far``) says that a path leads here from
+    candidate b through no kernel (through one).
     """
     users = Counter(i for node in nodes for i in set(node.inputs))
     bits: dict[int, int] = {}
@@ -255,7 +256,7 @@ def _not_repeated(nodes: list[Node], library: Mapping[int, int]) -> set[int]:
             distant |= far[i]
             read |= bits.get(i, 0)
         if node.form is not Form.RENAME:
-            refused |= read & distant
+            refused |= (read if own_readers else close) & distant
             if number in library:
                 if library[number] == number:
                     close, distant = 0, close | distant

@@ -68,7 +68,7 @@ def _post_order(arrays: Arrays) -> list[int]:
     A kernel's operands stand as they came to it: of what it computes itself it took in the last in program order first,
     whose own operands were put last.
     """
-    places = places_of(arrays, library_kernels(arrays), reductions_read_memory=True)
+    places = places_of(arrays, library_kernels(arrays), on_cpu=True)
     rank = {node: place for place, node in enumerate(_visited(arrays.outputs, lambda node: arrays.nodes[node].inputs))}
 
     def reads(node: int) -> Iterable[int]:

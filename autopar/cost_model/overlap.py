@@ -11,7 +11,7 @@ collective is hidden behind a loop.  What is said must hold, so wherever XLA is 
 
 * work counts with ``WORK_SHARE`` of its price, for programs compile to fewer passes over memory than is foretold;
 * collectives are believed to take ``BELIEF`` times as long, so that one uses up work that would do for several;
-* of eight orders that differ in which of two tasks goes first, the one that hides least counts, and four fifths of that;
+* of eight orders that differ in which of two tasks goes first, the one that hides least counts, and three quarters of that;
 * every collective is taken to be combined with others wherever it can be, not only those that are known to be
   (:mod:`autopar.graph.merging`), and no more than one latency of each set can be hidden;
 * in a program that was made to save memory, which is compiled in an order of its own, nothing is hidden
@@ -42,7 +42,7 @@ WORK_SHARE = 0.7
 
 BELIEF = 4.0
 
-SURE_SHARE = 0.8
+SURE_SHARE = 0.75
 """So much of what the orders hide is foretold."""
 
 Move = tuple[Buffer, int]

@@ -68,7 +68,8 @@ def copy_seconds(move: Move, layout: Layout, array_bytes: float, mesh: Mesh, clu
     """Seconds in memory of the same move: of sums that are added up by hand, and of copies.
 
     Pieces that are gathered or scattered along another dimension than the outermost do not lie one after the other: on CPU the
-    full tensor is copied into another order.  What other backends do about it is not known, and not priced.
+    full tensor is copied into another order on its one side, and each device's piece on the other.  What other backends do about
+    it is not known, and not priced.
     """
     full_bytes = collective_bytes(move, layout, array_bytes, mesh)
     added = 0.0
@@ -76,7 +77,8 @@ def copy_seconds(move: Move, layout: Layout, array_bytes: float, mesh: Mesh, clu
         added = full_bytes * (1 + 1 / mesh.axis_size(*move.axes)) / cluster.per_device_memory_bytes_per_second
     if cluster.device.platform is not Platform.CPU or move.kind not in COPIED or move.dim <= outermost:
         return added
-    return added + 2 * full_bytes / cluster.per_device_turned_bytes_per_second
+    turned_bytes = full_bytes * (1 + 1 / mesh.axis_size(*move.axes))
+    return added + 2 * turned_bytes / cluster.per_device_turned_bytes_per_second
 
 
 class ReshardTable(Protocol):
