@@ -125,17 +125,18 @@ def _read_as_they_are(program: SpmdProgram) -> frozenset[Buffer]:
     return frozenset(found)
 
 
-def _pieces_needed(body: SpmdProgram, constant: Buffer) -> tuple[int, ...]:
-    """Bytes of the pieces of an array that a loop does not change, if it reads nothing else of it: XLA cuts them before it."""
-    pieces = []
+def _cut_before(body: SpmdProgram) -> dict[Buffer, list[int]]:
+    """Bytes of the pieces of arrays of which a loop reads nothing else: XLA cuts what the loop does not change before it."""
+    pieces: dict[Buffer, list[int]] = {}
+    whole = set(body.outputs)
     for step in body.steps:
-        if isinstance(step, Reshard) and step.source == constant:
-            if any(move.kind is not MoveKind.SLICE for move in step.moves):
-                return ()
-            pieces.append(local_bytes(body, step.target))
-        elif isinstance(step, Run) and constant in step.operands:
-            return ()
-    return () if constant in body.outputs else tuple(pieces)
+        if isinstance(step, Run):
+            whole.update(step.operands)
+        elif all(move.kind is MoveKind.SLICE for move in step.moves):
+            pieces.setdefault(step.source, []).append(local_bytes(body, step.target))
+        else:
+            whole.add(step.source)
+    return {buffer: sizes for buffer, sizes in pieces.items() if buffer not in whole}
 
 
 class _Builder(ArrayList):
@@ -444,12 +445,13 @@ class _Builder(ArrayList):
     ) -> None:
         """A loop overwrites its carry in place and fills stacked results that exist from the start."""
         operator, body = step.operator, step.bodies[-1]
+        cut_before = _cut_before(body) if self.on_cpu else {}
         inputs, owned = [], []
         for position, buffer in enumerate(step.operands):
             node = None if buffer is None else self.at[buffer]
             within = position - start + body_start
-            if node is not None and position < start and within >= 0 and self.on_cpu:
-                tenant, pieces = self.arrays.nodes[node].tenant, _pieces_needed(body, body.inputs[within])
+            if node is not None and position < start and within >= 0:
+                tenant, pieces = self.arrays.nodes[node].tenant, cut_before.get(body.inputs[within], ())
                 inputs += [self.add(Form.KERNEL, (node,), size, tenant, -1, operator) for size in pieces]
                 node = None if pieces else node
             if start <= position < start + carries:

@@ -151,8 +151,10 @@ class _Tracer:
             kernels.overwrites[number] = self._given[node.inputs[0]]
 
     def _reads_little(self, node: Node, reads: frozenset[int]) -> bool:
-        read_bytes = sum(self.kernels.nodes[i].size_bytes for i in reads)
-        return len(reads) <= REPEATED_READS or (self._on_cpu and read_bytes <= REPEATED_READS * node.size_bytes)
+        """See :data:`REPEATED_READS`."""
+        if len(reads) <= REPEATED_READS or not self._on_cpu:
+            return len(reads) <= REPEATED_READS
+        return sum(self.kernels.nodes[i].size_bytes for i in reads) <= REPEATED_READS * node.size_bytes
 
     def _equally_read(self, node: Node) -> frozenset[int]:
         if not node.elementwise:
