@@ -221,6 +221,12 @@ class Cluster:
         measured = None if self.profile is None else self.profile.turned_bytes_per_second
         return self.per_device_memory_bytes_per_second if measured is None else measured
 
+    @property
+    def per_device_cut_bytes_per_second(self) -> float:
+        """The same of a copy that only cuts the array into pieces; as of others where that was not measured."""
+        measured = None if self.profile is None else self.profile.cut_bytes_per_second
+        return self.per_device_turned_bytes_per_second if measured is None else measured
+
     def kind_of(self, host: int) -> DeviceKind:
         """The kind of a host's devices."""
         return self.host_devices.get(host, self.device)

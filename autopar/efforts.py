@@ -38,11 +38,11 @@ class Effort:
     convolutions: tuple[Convolution, ...] = CONVOLUTIONS
     image_sides: tuple[int, ...] = (4, 8, 16, 32)
     """Of convolutions' square images."""
-    work_sides: tuple[int, ...] = (64, 128, 192, 512)
+    work_sides: tuple[int, ...] = (64, 128, 192, 256, 384)
     """Of two square products between collectives of devices that share cores: by the first the curves are measured, by all
     of them the waits."""
-    turned_shape: tuple[int, int] = (256, 768)
-    """Of float32 matrices that are copied into another order; of all together, more than caches hold."""
+    copied_shape: tuple[int, int] = (256, 768)
+    """Of float32 matrices that are copied into another order, or cut; of all together, more than caches hold."""
     message_bytes: tuple[int, ...] = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23)
     """Of messages between processes."""
     world_bytes: tuple[int, ...] = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)

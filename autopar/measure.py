@@ -92,6 +92,7 @@ def measure(effort: Effort = FULL, say: Callable[[str], None] = lambda message: 
         convolutions=tuple(measuring.convolutions()),
         waits=tuple(measuring.waits()),
         turned_bytes_per_second=measuring.kernels.turned_bytes_per_second(),
+        cut_bytes_per_second=measuring.kernels.cut_bytes_per_second(),
         exchanges=measuring.exchanges() if on_cpu else None,
         world_collectives=measuring.world_collectives() if on_cpu else (),
         host_copies=measuring.kernels.host_copies(),
@@ -118,6 +119,9 @@ class KernelTimes(Protocol):
 
     def turned_bytes_per_second(self) -> float | None:
         """Read and written, of a copy into another order of dimensions; None where it goes as fast as a straight one."""
+
+    def cut_bytes_per_second(self) -> float | None:
+        """The same of a copy that cuts an inner dimension."""
 
     def host_copies(self) -> Curve | None:
         """By the bytes of an array that is copied between a device and its host, one way; None where both are one memory."""

@@ -11,12 +11,17 @@ stands between matrix products, and
 where the one collective in either chain is that which waits for devices that were started later.  Curves are of collectives
 after little work; what small ones take longer after more of it is measured as *waits*.  (All-reduces among eight devices on two
 cores took 0.18 ms soon after another, 0.2 ms after 0.3 ms of work, 0.5 ms after 1 to 2 ms, and 1.2 ms after 14 ms.)
+
+Devices that share cores share caches as well, and among all that a step does neither what a collective sends nor where it puts
+what comes is in them.  So collectives of a chain take turns on arrays that no cache holds together.  (All-gathers of 512 KiB
+among eight devices took 0.33 ms where each came back to the arrays of the one before, 0.62 where none did; reduce-scatters 0.27
+and 0.46.  By the first, a Llama under ZeRO was foretold at 0.83 to 0.87 of the clock, by the second at 0.88 to 0.92.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -32,6 +37,10 @@ from autopar.timing import LEAST_SECONDS
 
 WORKED_CHAIN = 17
 """Links of a chain of collectives between products."""
+TURN_BYTES = 1 << 26
+"""A device comes back to an array after so many bytes, if the chain is that long; after another one at least."""
+PATIENCE = 10
+"""So many times as long as for another figure is looked for what collectives wait."""
 WAITING_ELEMENTS = 1024
 """Of float32 on each device, in the collectives of which waits are measured."""
 
@@ -80,8 +89,14 @@ def collective_seconds(bench: Bench, kind: Collective, group_size: int, elements
 
 
 def waiting_seconds(bench: Bench, group_size: int, work_sides: tuple[int, ...]) -> dict[float, float]:
-    """Seconds of work → seconds that a small all-reduce takes longer after it than after the least; of shared cores."""
-    return waits_of([_worked(bench, Collective.ALL_REDUCE, group_size, WAITING_ELEMENTS, side) for side in work_sides])
+    """Seconds of work → seconds that a small all-reduce takes longer after it than after the least; of shared cores.
+
+    What is looked for is a few percent of the work, so it is looked for longer than other figures.
+    """
+    patient = Bench(bench.devices, replace(bench.timer, seconds=PATIENCE * bench.timer.seconds))
+    return waits_of(
+        [_worked(patient, Collective.ALL_REDUCE, group_size, WAITING_ELEMENTS, side) for side in work_sides]
+    )
 
 
 @dataclass(frozen=True)
@@ -93,9 +108,15 @@ class Worked:
 
 
 def waits_of(found: Sequence[Worked]) -> dict[float, float]:
-    """Seconds of work → seconds that the collective after it takes longer than that of the first."""
-    least = found[0].collective_seconds
-    return {one.work_seconds: max(one.collective_seconds - least, LEAST_SECONDS) for one in found}
+    """Seconds of work → seconds that the collective after it takes longer than that of the first.
+
+    Nobody waits less for more work: where noise says so, what was found after less of it stands.
+    """
+    least, longest, waits = found[0].collective_seconds, LEAST_SECONDS, {}
+    for one in sorted(found, key=lambda one: one.work_seconds):
+        longest = max(longest, one.collective_seconds - least)
+        waits[one.work_seconds] = longest
+    return waits
 
 
 def sizes_of(kind: Collective, full_bytes: int, group_size: int) -> tuple[int, float]:
@@ -107,28 +128,55 @@ def sizes_of(kind: Collective, full_bytes: int, group_size: int) -> tuple[int, f
 
 def _worked(bench: Bench, kind: Collective, group_size: int, elements: int, side: int) -> Worked:
     """Two products of that side, and what a chain of them takes longer with a collective after each link."""
-    mesh = bench.mesh(group_size)
-    x, work = bench.spread((elements,), mesh), bench.spread((side, side), mesh)
-    link = LINKS[kind]
+    one, all_links = (_WorkedChain(bench, kind, group_size, elements, side, sends) for sends in (1, WORKED_CHAIN))
+    least, more = bench.timer.waiting(one, all_links)
+    return Worked(least / WORKED_CHAIN, max(more / (WORKED_CHAIN - 1), LEAST_SECONDS))
 
-    def chain(sends: int) -> Any:
-        def worked(value: jax.Array, activations: jax.Array) -> tuple[jax.Array, jax.Array]:
-            weights = activations
+
+class _WorkedChain:
+    """Products, and after so many of them a collective, each of the next array in turn; a call runs it once more.
+
+    Arrays that are sent and those that are received take the memory of those of the call before: memory that is new to a call
+    would cost more.
+    """
+
+    def __init__(self, bench: Bench, kind: Collective, group_size: int, elements: int, side: int, sends: int) -> None:
+        mesh, send = bench.mesh(group_size), SENDS[kind]
+        received = _received_elements(kind, elements, group_size)
+        turns = min(max(TURN_BYTES // (4 * (elements + received)), 2), WORKED_CHAIN)
+
+        def worked(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+            (weights, *sent), got = arrays[: turns + 1], list(arrays[turns + 1 :])
+            activations = weights
             for number in range(WORKED_CHAIN):
-                activations = (activations + value[0]) @ weights @ weights
-                value = value.at[0].set(activations[0, 0])
-                value = link(value, group_size) if number < sends else value
-            return value, activations
+                activations = (activations + got[number % turns - 1][0]) @ weights @ weights
+                turn = number % turns
+                if kind is Collective.ALL_TO_ALL:  # which takes it apart first: one kernel with the sum
+                    brought = sent[turn] + activations[0, 0]
+                else:
+                    brought = sent[turn] = sent[turn].at[0].set(activations[0, 0])
+                if number < sends:
+                    got[turn] = send(brought, group_size)
+            return weights, *sent, *got, activations  # all but the last take the memory of what was handed in
 
-        both = (SPEC, SPEC)
-        local = jax.shard_map(worked, mesh=mesh, in_specs=both, out_specs=both, check_vma=False)
-        compiled: Any = jax.jit(local).lower(x, work).compile()
+        shapes = [(side, side), *[(elements,)] * turns, *[(received,)] * turns]
+        self._arrays = [bench.spread(shape, mesh) for shape in shapes]
+        local = jax.shard_map(worked, mesh=mesh, in_specs=(SPEC,) * len(shapes), out_specs=SPEC, check_vma=False)
+        kept = jax.jit(local, donate_argnums=tuple(range(len(shapes))), keep_unused=True)
+        compiled: Any = kept.lower(*self._arrays).compile()
         check_count(kind, sends, compiled.as_text())
-        return compiled
+        self._compiled = compiled
 
-    one, all_links = chain(1), chain(WORKED_CHAIN)
-    least, most = bench.timer.waiting(lambda: one(x, work), lambda: all_links(x, work))
-    return Worked(least / WORKED_CHAIN, max((most - least) / (WORKED_CHAIN - 1), LEAST_SECONDS))
+    def __call__(self) -> jax.Array:
+        *self._arrays, activations = self._compiled(*self._arrays)
+        return activations
+
+
+def _received_elements(kind: Collective, elements: int, group_size: int) -> int:
+    """What a device has of a collective to which it brings so many."""
+    if kind is Collective.ALL_GATHER:
+        return elements * group_size
+    return elements // group_size if kind is Collective.REDUCE_SCATTER else elements
 
 
 def check_count(kind: Collective, length: int, text: str) -> None:
@@ -141,34 +189,44 @@ def check_count(kind: Collective, length: int, text: str) -> None:
         )
 
 
-# ----------------------------------------------------------------------------------------- one collective, made to chain
+# ------------------------------------------------------------------------------------------ one collective, and made to chain
+
+Send = Callable[[jax.Array, int], jax.Array]
+"""What a device brings, and the size of its group → what it has afterwards."""
+
+SENDS: dict[Collective, Send] = {
+    Collective.ALL_REDUCE: lambda value, group_size: lax.psum(value, "group"),
+    Collective.ALL_GATHER: lambda value, group_size: lax.all_gather(value, "group", tiled=True),
+    Collective.REDUCE_SCATTER: lambda value, group_size: lax.psum_scatter(value, "group", tiled=True),
+    Collective.ALL_TO_ALL: lambda value, group_size: lax.all_to_all(value, "group", 0, 0, tiled=True),
+    Collective.PERMUTE: lambda value, group_size: lax.ppermute(
+        value, "group", [(place, (place + 1) % group_size) for place in range(group_size)]
+    ),
+}
 
 
-def _all_reduce(value: jax.Array, group_size: int) -> jax.Array:
+def _sum_of_several(value: jax.Array, group_size: int) -> jax.Array:
     # The device's number in one place keeps the operand from being provably replicated.
-    return lax.psum(value, "group").at[0].add(lax.axis_index("group").astype(value.dtype))
-
-
-def _all_gather(value: jax.Array, group_size: int) -> jax.Array:
-    return value.at[0].set(lax.all_gather(value, "group", tiled=True)[-1])
-
-
-def _reduce_scatter(value: jax.Array, group_size: int) -> jax.Array:
-    return value.at[0].set(lax.psum_scatter(value, "group", tiled=True)[-1])
+    return SENDS[Collective.ALL_REDUCE](value, group_size).at[0].add(lax.axis_index("group").astype(value.dtype))
 
 
 def _all_to_all(value: jax.Array, group_size: int) -> jax.Array:
-    return lax.all_to_all(lax.optimization_barrier(value), "group", 0, 0, tiled=True)
+    return SENDS[Collective.ALL_TO_ALL](lax.optimization_barrier(value), group_size)
 
 
-def _permute(value: jax.Array, group_size: int) -> jax.Array:
-    return lax.ppermute(value, "group", [(place, (place + 1) % group_size) for place in range(group_size)])
+def _all_gather(value: jax.Array, group_size: int) -> jax.Array:
+    return value.at[0].set(SENDS[Collective.ALL_GATHER](value, group_size)[-1])
 
 
-LINKS: dict[Collective, Callable[[jax.Array, int], jax.Array]] = {
-    Collective.ALL_REDUCE: _all_reduce,
+def _reduce_scatter(value: jax.Array, group_size: int) -> jax.Array:
+    return value.at[0].set(SENDS[Collective.REDUCE_SCATTER](value, group_size)[-1])
+
+
+LINKS: dict[Collective, Send] = {
+    **SENDS,
+    Collective.ALL_REDUCE: _sum_of_several,
     Collective.ALL_GATHER: _all_gather,
     Collective.REDUCE_SCATTER: _reduce_scatter,
     Collective.ALL_TO_ALL: _all_to_all,
-    Collective.PERMUTE: _permute,
 }
+"""The same, of what the one before made."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -93,18 +94,27 @@ class LoopedKernels:
         return self._bench.chain_seconds(link, mesh, image, [other])
 
     def turned_bytes_per_second(self) -> float:
-        """Of copies of matrices that lie in memory by columns into some that lie by rows, each a kernel of its own.
+        """Of copies of matrices that lie in memory by columns into some that lie by rows."""
+        self._say("copies into another order")
+        return self._copied_bytes_per_second(lambda matrix: matrix.T)
+
+    def cut_bytes_per_second(self) -> float:
+        """Of copies of matrices by rows, cut into as many pieces along their columns as there are devices."""
+        self._say("copies that cut columns")
+        count = len(self._bench.devices)
+        return self._copied_bytes_per_second(lambda matrix: jnp.stack(jnp.split(matrix, count, axis=1)))
+
+    def _copied_bytes_per_second(self, copy: Callable[[jax.Array], jax.Array]) -> float:
+        """Read and written by copies of several matrices, each a kernel of its own.
 
         No loop: what a trip takes out of an array would be one kernel with the copy, which then goes element by element where a
         copy alone goes by tiles.
         """
-        self._say("copies into another order")
-        rows, columns = self._effort.turned_shape
+        rows, columns = self._effort.copied_shape
         mesh = self._bench.mesh(1)
         matrices = [self._bench.spread((rows, columns), mesh) for _ in range(CHAIN)]
         one, many = (
-            self._bench.compiled(lambda *given: tuple(x.T for x in given), mesh, matrices[:count])
-            for count in (1, CHAIN)
+            self._bench.compiled(lambda *given: tuple(map(copy, given)), mesh, matrices[:count]) for count in (1, CHAIN)
         )
         seconds = self._bench.timer.difference(lambda: one(matrices[0]), lambda: many(*matrices), extra=CHAIN - 1)
         return 2 * 4 * rows * columns / seconds

@@ -231,8 +231,8 @@ def _worked(mesh: Mesh, asked: Asked, elements: int, side: int) -> Worked:
     compiled: Any = jax.jit(local).lower(counts[0], value, weights).compile()
     check_count(asked.kind, 1, compiled.as_text())  # in the body of the first loop
     one, many = (lambda count=count: compiled(count, value, weights) for count in counts)
-    least, most = timer_of(0.0, asked.effort.runs, quota_cores()).waiting(one, many)
-    return Worked(least / length, max((most - least) / (length - 1), LEAST_SECONDS))
+    least, more = timer_of(0.0, asked.effort.runs, quota_cores()).waiting(one, many)
+    return Worked(least / length, max(more / (length - 1), LEAST_SECONDS))
 
 
 def _zeros(mesh: Mesh, *shape: int) -> jax.Array:

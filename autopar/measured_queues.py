@@ -127,6 +127,10 @@ class QueuedKernels:
         """None: what is copied into another order passes through memory on the chip."""
         return None
 
+    def cut_bytes_per_second(self) -> float | None:
+        """None: cut or not, a copy goes as fast."""
+        return None
+
     def host_copies(self) -> Curve:
         """Of arrays between every device and its host, all at once: the mean of there and back, of what several take longer than
         one.

@@ -13,11 +13,12 @@ A profile holds *curves*: seconds as a function of an amount, all devices of one
     world collectives   as collectives       in a world of several processes, whose devices pass nothing through memory
     host copies                              of the bytes of an array that goes from a device to its host or back
 
-(a convolution's FLOPs as :mod:`autopar.graph.flops` counts them), the rate at which copies turn arrays, rates of single
-operations (:class:`OperationRate`), of reductions by how their elements lie (:class:`Reductions`), and what only several
+(a convolution's FLOPs as :mod:`autopar.graph.flops` counts them), the rates at which copies turn arrays and cut them, rates of
+single operations (:class:`OperationRate`), of reductions by how their elements lie (:class:`Reductions`), and what only several
 executables show that take turns and run side by side (:class:`Dispatch`).  What a profile does not hold is priced without: waits
-as none, streamed and turned bytes as others, fresh memory and exchanges as free, host copies by the cluster's link, collectives
-of a world as those of one process, reductions as those of long rows, operations and convolutions at the rate of matrix products.
+as none, streamed and turned bytes as others, cut bytes as turned ones, fresh memory and exchanges as free, host copies by the
+cluster's link, collectives of a world as those of one process, reductions as those of long rows, operations and convolutions at
+the rate of matrix products.
 
 *Group sizes that were not measured* take the curve of the measured size whose ring factor (p-1)/p is nearest.
 
@@ -211,6 +212,8 @@ class Profile:
     waits: tuple[WaitCurve, ...] = ()
     turned_bytes_per_second: float | None = None
     """Read and written, of a copy whose dimensions lie in another order."""
+    cut_bytes_per_second: float | None = None
+    """Read and written, of a copy in which the pieces of an inner dimension lie one after the other."""
     exchanges: Curve | None = None
     """Of the processors of a host while all its devices compute, at each end."""
     world_collectives: tuple[CollectiveCurve, ...] = ()
@@ -222,8 +225,9 @@ class Profile:
     """Between the collectives that are priced; not measured, and in no file."""
 
     def __post_init__(self) -> None:
-        if self.turned_bytes_per_second is not None:
-            _refuse_unless_positive("turned_bytes_per_second", self.turned_bytes_per_second)
+        for name in ("turned_bytes_per_second", "cut_bytes_per_second"):
+            if (rate := getattr(self, name)) is not None:
+                _refuse_unless_positive(name, rate)
         refuse_twice("operations", (one.primitive for one in self.operations))
         refuse_twice("collectives", ((one.kind, one.group_size) for one in self.collectives))
         refuse_twice("world_collectives", ((one.kind, one.group_size) for one in self.world_collectives))

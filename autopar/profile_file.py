@@ -2,12 +2,13 @@
 
     load(save(profile)) = profile
 
-JSON, ``{"format": "autopar-profile", "version": 9, "profile": {…}}`` with the fields of ``Profile``; a curve is its list of
+JSON, ``{"format": "autopar-profile", "version": 10, "profile": {…}}`` with the fields of ``Profile``; a curve is its list of
 ``[amount, seconds]``, as measured.  Files of version 1 lack ``streamed``, ``fresh`` and ``operations``,
 those of version 2 ``turned_bytes_per_second``, those of version 3 ``convolutions`` and ``waits``, those of version 4
 ``exchanges``, those of version 5 ``world_collectives``, those of version 6 ``reductions``, those of version 8
-``host_copies``, and are read without.  What they say of ``fresh``, up to version 7, was measured in a process that gave
-memory back after every call, as ours do no longer (:mod:`autopar.host_memory`), and is left out.
+``host_copies``, those of version 9 ``cut_bytes_per_second``, and are read without.  What they say of ``fresh``, up to
+version 7, was measured in a process that gave memory back after every call, as ours do no longer
+(:mod:`autopar.host_memory`), and is left out.
 Unknown fields, wrong types, NaN, negative numbers and cut files are refused with the file, the place in it, and what to do.
 
 The default place is the user's cache directory, one file for each machine, backend, kind and number of devices.  The
@@ -116,12 +117,13 @@ class _Profile(Struct, forbid_unknown_fields=True, kw_only=True):
     world_collectives: tuple[_Collective, ...] = ()
     reductions: _Reductions | None = None
     host_copies: StoredSamples | None = None
+    cut_bytes_per_second: Positive | None = None
 
 
 _KEEPING_VERSION = 8
 """Of files since processes keep the memory they free."""
 
-FILE = MeasuredFile("profile", "autopar profile", _Profile, versions=(1, 2, 3, 4, 5, 6, 7, 8, 9))
+FILE = MeasuredFile("profile", "autopar profile", _Profile, versions=(1, 2, 3, 4, 5, 6, 7, 8, 9, 10))
 
 
 # ------------------------------------------------------------------------------------------------------ where it lies
@@ -197,6 +199,7 @@ def save_profile(profile: Profile, path: str | Path) -> None:
         convolutions=tuple(_Convolution(one.dtype, one.family, one.curve.samples) for one in profile.convolutions),
         waits=tuple(_Wait(one.group_size, one.curve.samples) for one in profile.waits),
         turned_bytes_per_second=profile.turned_bytes_per_second,
+        cut_bytes_per_second=profile.cut_bytes_per_second,
         exchanges=None if profile.exchanges is None else profile.exchanges.samples,
         world_collectives=_stored(profile.world_collectives),
         reductions=None if profile.reductions is None else _Reductions(**dataclasses.asdict(profile.reductions)),
@@ -259,6 +262,7 @@ def _profile(stored: _Profile) -> Profile:
             for number, one in enumerate(stored.waits)
         ),
         turned_bytes_per_second=stored.turned_bytes_per_second,
+        cut_bytes_per_second=stored.cut_bytes_per_second,
         exchanges=None if stored.exchanges is None else curve_of("exchanges", stored.exchanges),
         world_collectives=_collectives("world_collectives", stored.world_collectives),
         reductions=None if stored.reductions is None else Reductions(**msgspec.structs.asdict(stored.reductions)),

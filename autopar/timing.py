@@ -66,9 +66,17 @@ class Timer:
         """The median seconds of each call; the calls take turns."""
         return [self.of_varying(one) for one in self._runs(calls)]
 
-    def waiting(self, *calls: Callable[[], Any]) -> list[float]:
-        """As :meth:`typical`, of calls whose threads wait for each other."""
-        return [self.of_waiting(one) for one in self._runs(calls)]
+    def waiting(self, short: Callable[[], Any], long: Callable[[], Any]) -> tuple[float, float]:
+        """Seconds of a call whose threads wait for each other, and what another one takes longer.
+
+        Each run is held against the one before it, so that no drift of the machine hits one more than the other.
+        """
+        runs = self._runs((short, long))
+        more = [
+            Run(after.seconds - before.seconds, after.processor_seconds - before.processor_seconds)
+            for before, after in zip(*runs, strict=True)
+        ]
+        return self.of_waiting(runs[0]), self.of_waiting(more)
 
     def processor_seconds(self, call: Callable[[], Any]) -> float:
         """The median of what all threads of this process compute while a call's result is waited for."""

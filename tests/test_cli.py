@@ -154,7 +154,7 @@ def test_profile_measures_and_stores(
         operations=(),
         convolutions=(),
         work_sides=(8,),
-        turned_shape=(8, 16),
+        copied_shape=(8, 16),
         message_bytes=(1 << 10,),
         world_bytes=(1 << 12,),
     )

@@ -217,9 +217,9 @@ def test_a_sum_by_hand_costs_an_exchange_and_its_additions(dim: int) -> None:
     sent = wire_bytes(Collective.ALL_TO_ALL, size, 8)
     assert move_seconds(move, layout, size, mesh, cluster) == pytest.approx(0.5 * sent / 1e7)
     added = size * (1 + 1 / 8) / cluster.per_device_memory_bytes_per_second
-    turned = 2 * size * (1 + 1 / 8) / cluster.per_device_turned_bytes_per_second if dim else 0.0
+    cut = 2 * size / cluster.per_device_cut_bytes_per_second if dim else 0.0
     outermost = outermost_of((512, 512))
-    assert copy_seconds(move, layout, size, mesh, cluster, outermost) == pytest.approx(added + turned)
+    assert copy_seconds(move, layout, size, mesh, cluster, outermost) == pytest.approx(added + cut)
     for scatter, cluster_of_it in (
         (SumScatter.EXCHANGE, cluster),
         (SumScatter.COLLECTIVE, cluster.replace(network=None)),

@@ -197,7 +197,7 @@ def put(*place: Any) -> Any:
 
 BAD = {
     "format": (put("format", "autopar-cluster"), "format is 'autopar-cluster'"),
-    "version": (put("version", 10), "version is 10, this release reads 1, 2, 3, 4, 5, 6, 7, 8, 9"),
+    "version": (put("version", 11), "version is 11, this release reads 1, 2, 3, 4, 5, 6, 7, 8, 9, 10"),
     "negative": (put("profile", "collectives", 1, "samples", 0, 1, -1e-5), r"collectives\[.*samples"),
     "nan": (put("profile", "elementwise", 0, 1, math.nan), "not complete JSON"),
     "text": (put("profile", "products", 0, "samples", 1, 0, "many"), r"products\[.*samples"),
@@ -247,7 +247,7 @@ RATES = (OperationRate("tanh", 5e-11), OperationRate("sort", 2e-8))
 
 
 OF_VERSION_3, OF_VERSION_4 = ("turned_bytes_per_second",), ("convolutions", "waits")
-OF_LATER_VERSIONS = ("exchanges", "world_collectives", "reductions", "host_copies")
+OF_LATER_VERSIONS = ("exchanges", "world_collectives", "reductions", "host_copies", "cut_bytes_per_second")
 
 
 def test_what_later_versions_brought_survives_its_file(tmp_path: Path) -> None:
@@ -259,6 +259,7 @@ def test_what_later_versions_brought_survives_its_file(tmp_path: Path) -> None:
         world_collectives=(CollectiveCurve("all-reduce", 2, CURVE),),
         reductions=REDUCTIONS,
         host_copies=CURVE,
+        cut_bytes_per_second=2e9,
     )
     save_profile(full, tmp_path / "profile.json")
     assert load_profile(tmp_path / "profile.json") == full
@@ -274,6 +275,7 @@ def test_what_later_versions_brought_survives_its_file(tmp_path: Path) -> None:
         (5, OF_LATER_VERSIONS[1:]),
         (6, OF_LATER_VERSIONS[2:]),
         (8, OF_LATER_VERSIONS[3:]),
+        (9, OF_LATER_VERSIONS[4:]),
     ],
 )
 def test_files_of_older_versions_are_read_without_it(version: int, lacks: tuple[str, ...], tmp_path: Path) -> None:
@@ -285,21 +287,29 @@ def test_files_of_older_versions_are_read_without_it(version: int, lacks: tuple[
     assert load_profile(broken(tmp_path, older)) == profile_of()
 
 
-def test_copies_that_turn_an_array_cost_what_was_measured_of_them(tmp_path: Path) -> None:
-    slow = profile_of(turned_bytes_per_second=1e8)
+def test_copies_that_cut_an_array_cost_what_was_measured_of_them(tmp_path: Path) -> None:
+    slow = profile_of(turned_bytes_per_second=1e8, cut_bytes_per_second=2e8)
     save_profile(slow, tmp_path / "profile.json")
     assert load_profile(tmp_path / "profile.json") == slow
     cluster, mesh = local(), local().logical_mesh_shapes(1)[0]
+    whole, cut = Layout(((), ())), Layout(((), mesh.axis_names))
+
+    def seconds(move: Move, layout: Layout, profile: Profile | None = slow, outermost: int = 0) -> float:
+        return copy_seconds(move, layout, 4e6, mesh, Cluster.local(profile=profile), outermost)
+
     gather = Move(MoveKind.ALL_GATHER, mesh.axis_names, 1)
-    layout = Layout(((), mesh.axis_names))
-    turned = copy_seconds(gather, layout, 4e6, mesh, Cluster.local(profile=slow), 0)
-    both_sides = 4e6 * (1 + 1 / cluster.num_devices)  # the array, and the piece of each device
-    assert turned == pytest.approx(2 * both_sides / 1e8)
-    straight = 2 * both_sides / cluster.per_device_memory_bytes_per_second
-    assert copy_seconds(gather, layout, 4e6, mesh, cluster, 0) == straight
-    assert copy_seconds(gather, layout, 4e6, mesh, Cluster.local(profile=slow), 1) == 0.0
+    assert seconds(gather, cut) == pytest.approx(2 * 4e6 / 2e8)
+    assert seconds(gather, cut, outermost=1) == 0.0
+    assert seconds(gather, cut, None) == 2 * 4e6 / cluster.per_device_memory_bytes_per_second
+    assert seconds(gather, cut, profile_of(turned_bytes_per_second=1e8)) == pytest.approx(2 * 4e6 / 1e8)
     scatter = Move(MoveKind.REDUCE_SCATTER, mesh.axis_names, 1)
-    assert copy_seconds(scatter, Layout(((), ()), mesh.axis_names), 4e6, mesh, cluster, 0) > 0
+    assert seconds(scatter, Layout(((), ()), mesh.axis_names)) == pytest.approx(2 * 4e6 / 2e8)
+    piece = 4e6 / cluster.num_devices
+    deal = Move(MoveKind.ALL_TO_ALL, mesh.axis_names, 0, 1)
+    assert seconds(deal, Layout((mesh.axis_names, ()))) == pytest.approx(2 * piece / 2e8)
+    back = Move(MoveKind.ALL_TO_ALL, mesh.axis_names, 1, 0)
+    assert seconds(back, cut) == pytest.approx(2 * piece / 1e8)
+    assert seconds(Move(MoveKind.ALL_REDUCE, mesh.axis_names), whole) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -714,7 +724,7 @@ def test_everything_is_measured_on_all_devices() -> None:
     effort = Effort(
         full_bytes=(1 << 12, 1 << 16), sides=(16, 32), dtypes=("float32",), array_bytes=(1 << 12, 1 << 20),
         fresh_bytes=(1 << 16, 1 << 20), seconds=0.0, least_runs=2, streamed_bytes=1 << 21, operations=OPERATIONS[:1],
-        turned_shape=(32, 64), convolutions=CONVOLUTIONS[:2], image_sides=(4, 8), work_sides=(8, 32),
+        copied_shape=(32, 64), convolutions=CONVOLUTIONS[:2], image_sides=(4, 8), work_sides=(8, 32),
         world_bytes=(1 << 12,),
     )  # fmt: skip
     said: list[str] = []
@@ -736,7 +746,8 @@ def test_everything_is_measured_on_all_devices() -> None:
     assert [one.family for one in profile.convolutions] == [one.family for one in effort.convolutions]
     assert all(len(one.curve.samples) == len(effort.image_sides) for one in profile.convolutions)
     assert [one.group_size for one in profile.waits] == [2, 4, 8]
-    assert profile.turned_bytes_per_second is not None and profile.turned_bytes_per_second > 0
+    for rate in (profile.turned_bytes_per_second, profile.cut_bytes_per_second):
+        assert rate is not None and rate > 0
     assert "all-reduce of 4 KiB among 2" in said
     assert {(one.kind, one.group_size) for one in profile.world_collectives} == kinds
     assert Cluster.local(profile=profile).profile is profile
@@ -830,6 +841,8 @@ def test_figures_are_the_least_the_median_the_difference_or_the_mean(monkeypatch
     assert Timer(0.0, 3).least(taking(3.0, 1.0, 2.0)) == 1.0
     assert Timer(0.0, 3).typical(taking(3.0, 1.0, 2.0), taking(9.0, 9.0, 4.0)) == [2.0, 9.0]
     assert Timer(0.0, 3).difference(taking(3.0, 1.0, 2.0), taking(6.0, 5.0, 7.0), extra=2) == 2.0
+    # Run by run: 3, 1 and 4 longer, though the medians, 2 and 6, differ by 4.
+    assert Timer(0.0, 3).waiting(taking(1.0, 9.0, 2.0), taking(4.0, 10.0, 6.0)) == (2.0, 3.0)
     assert Timer(0.0, 1).difference(taking(3.0), taking(3.0), extra=2) == 1.0  # a bound where noise hides the rest
 
 
@@ -856,8 +869,9 @@ def test_rationed_work_takes_its_processor_time_and_unstopped_work_its_own(monke
     assert rationed.typical(taking(*stopped), taking(*stopped)) == pytest.approx([2.0, 2.0])
     longer = (9.0, 3.0), (3.0, 3.0), (6.0, 3.0)
     assert rationed.difference(taking(*stopped), taking(*longer), extra=2) == pytest.approx(2.0)
-    assert rationed.waiting(taking(*stopped)) == pytest.approx([2.0])  # of threads that wait for one that was stopped
-    assert rationed.waiting(taking((1.0, 0.1), (5.0, 0.1), (3.0, 0.1))) == pytest.approx([3.0])
+    # Of threads that wait for one that was stopped.
+    assert rationed.waiting(taking(*stopped), taking(*longer)) == pytest.approx((2.0, 4.0))
+    assert rationed.waiting(taking((1.0, 0.1), (5.0, 0.1), (3.0, 0.1)), taking(*stopped))[0] == pytest.approx(3.0)
     # Mostly waiting: nothing was stopped.
     waiting = (3.0, 0.1), (1.0, 0.1), (2.0, 0.1)
     assert rationed.least(taking(*waiting)) == pytest.approx(1.0)

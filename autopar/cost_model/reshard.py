@@ -35,8 +35,8 @@ COLLECTIVE_OF_MOVE = {
 """The collective behind each move; slices and masks need none."""
 
 
-COPIED = frozenset((MoveKind.ALL_GATHER,)) | SCATTERS
-"""Moves whose pieces stand one after the other in the array."""
+CUT = frozenset((MoveKind.ALL_GATHER,)) | SCATTERS
+"""Moves whose pieces stand one after the other in what is sent or received."""
 
 
 def collective_bytes(move: Move, layout: Layout, array_bytes: float, mesh: Mesh) -> float:
@@ -68,17 +68,20 @@ def copy_seconds(move: Move, layout: Layout, array_bytes: float, mesh: Mesh, clu
     """Seconds in memory of the same move: of sums that are added up by hand, and of copies.
 
     Pieces that are gathered or scattered along another dimension than the outermost do not lie one after the other: on CPU the
-    full tensor is copied into another order on its one side, and each device's piece on the other.  What other backends do about
-    it is not known, and not priced.
+    full tensor is copied once for it.  So is what is sent of an all-to-all that cuts such a dimension, and what comes is put
+    together along one as slowly as if it were turned.  What other backends do about it is not known, and not priced.
     """
     full_bytes = collective_bytes(move, layout, array_bytes, mesh)
     added = 0.0
     if move.kind is MoveKind.EXCHANGE_SUM:
         added = full_bytes * (1 + 1 / mesh.axis_size(*move.axes)) / cluster.per_device_memory_bytes_per_second
-    if cluster.device.platform is not Platform.CPU or move.kind not in COPIED or move.dim <= outermost:
+    if cluster.device.platform is not Platform.CPU:
         return added
-    turned_bytes = full_bytes * (1 + 1 / mesh.axis_size(*move.axes))
-    return added + 2 * turned_bytes / cluster.per_device_turned_bytes_per_second
+    cut_seconds = 2 * full_bytes / cluster.per_device_cut_bytes_per_second
+    if move.kind is MoveKind.ALL_TO_ALL:
+        joined_seconds = 2 * full_bytes / cluster.per_device_turned_bytes_per_second
+        return (cut_seconds if move.to_dim > outermost else 0.0) + (joined_seconds if move.dim > outermost else 0.0)
+    return added + (cut_seconds if move.kind in CUT and move.dim > outermost else 0.0)
 
 
 class ReshardTable(Protocol):

@@ -80,7 +80,11 @@ def _apply(x: jax.Array, move: Move, mesh: Mesh) -> jax.Array:
             extent = _piece_extent(x, move.dim, pieces, move)
             return lax.dynamic_slice_in_dim(x, piece_start(move.axes, extent), extent, move.dim)
         case MoveKind.ALL_GATHER:
-            return lax.all_gather(x, move.axes, axis=move.dim, tiled=True)
+            if math.prod(x.shape[: move.dim]) == 1:  # pieces lie one after the other as it is
+                return _gathered(x, move)
+            return lax.platform_dependent(
+                x, cpu=partial(_gathered_in_order, move=move), default=partial(_gathered, move=move)
+            )
         case MoveKind.ALL_REDUCE:
             return lax.psum(x, move.axes)
         case MoveKind.REDUCE_SCATTER:
@@ -88,56 +92,74 @@ def _apply(x: jax.Array, move: Move, mesh: Mesh) -> jax.Array:
             if math.prod(x.shape[: move.dim]) == 1:  # pieces lie one after the other as it is
                 return _scattered(x, move)
             return lax.platform_dependent(
-                x, cpu=partial(_scattered_in_order, move=move), default=partial(_scattered, move=move)
+                x,
+                cpu=partial(_scattered_in_order, move=move, pieces=pieces),
+                default=partial(_scattered, move=move),
             )
         case MoveKind.EXCHANGE_SUM:
-            return _exchanged(x, move, _piece_extent(x, move.dim, pieces, move))
+            _piece_extent(x, move.dim, pieces, move)
+            return _exchanged(x, move, pieces)
         case MoveKind.ALL_TO_ALL:
             _piece_extent(x, move.to_dim, pieces, move)
-            # XLA:CPU else merges a transposition into it and refuses its own result.
-            return lax.all_to_all(
-                lax.optimization_barrier(x), move.axes, split_axis=move.to_dim, concat_axis=move.dim, tiled=True
+            return lax.platform_dependent(
+                x, cpu=partial(_dealt_in_order, move=move, pieces=pieces), default=partial(_dealt, move=move)
             )
         case MoveKind.MASK:
             return jnp.where(is_first(move.axes), x, jnp.zeros_like(x))
+
+
+def _gathered(x: jax.Array, move: Move) -> jax.Array:
+    return lax.all_gather(x, move.axes, axis=move.dim, tiled=True)
+
+
+def _gathered_in_order(x: jax.Array, move: Move) -> jax.Array:
+    """The same where pieces do not stand one after the other in the whole: they come so, and are put in their places then.
+
+    XLA:CPU itself would turn each piece and the whole, element by element.  The barrier keeps it from laying out what is gathered
+    so that nothing is left to copy, which comes to the same.
+    """
+    pieces = jnp.moveaxis(lax.optimization_barrier(lax.all_gather(x, move.axes)), 0, move.dim)
+    before, (count, extent), after = x.shape[: move.dim], pieces.shape[move.dim : move.dim + 2], x.shape[move.dim + 1 :]
+    return pieces.reshape(*before, count * extent, *after)
 
 
 def _scattered(x: jax.Array, move: Move) -> jax.Array:
     return lax.psum_scatter(x, move.axes, scatter_dimension=move.dim, tiled=True)
 
 
-def _scattered_in_order(x: jax.Array, move: Move) -> jax.Array:
-    """The same where pieces must lie one after the other, so that the whole array is copied into another order first.
-
-    XLA:CPU turns an array by tiles if it is told to transpose a matrix, and element by element if it finds out by itself.
-    """
-    before, after = x.shape[: move.dim], x.shape[move.dim :]
-    turned = _turned(x, before, after).reshape(*after, *before)
-    piece = lax.psum_scatter(turned, move.axes, scatter_dimension=0, tiled=True)
-    return _turned_back(piece, before, after[1:])
+def _scattered_in_order(x: jax.Array, move: Move, pieces: int) -> jax.Array:
+    """The same where the pieces do not stand one after the other in the whole."""
+    return lax.psum_scatter(_cut(x, move.dim, pieces), move.axes)
 
 
-def _exchanged(x: jax.Array, move: Move, extent: int) -> jax.Array:
+def _exchanged(x: jax.Array, move: Move, pieces: int) -> jax.Array:
     """The same by hand: every device sends to each other one the piece that is kept there, and adds up what it gets."""
-    before, after = x.shape[: move.dim], x.shape[move.dim :]
-    turned = _turned(x, before, after).reshape(-1, extent, *after[1:], *before)
-    got = lax.all_to_all(lax.optimization_barrier(turned), move.axes, split_axis=0, concat_axis=0, tiled=True)
-    return _turned_back(jnp.sum(got, axis=0, dtype=x.dtype), before, after[1:])
+    got = lax.all_to_all(_cut(x, move.dim, pieces), move.axes, split_axis=0, concat_axis=0, tiled=True)
+    return jnp.sum(got, axis=0, dtype=x.dtype)
 
 
-def _turned(x: jax.Array, before: tuple[int, ...], after: tuple[int, ...]) -> jax.Array:
-    """An array [*before, *after] as a matrix [after, before].
+def _dealt(x: jax.Array, move: Move) -> jax.Array:
+    return lax.all_to_all(
+        lax.optimization_barrier(x), move.axes, split_axis=move.to_dim, concat_axis=move.dim, tiled=True
+    )
 
-    Were it not for the barrier, XLA:CPU would take the transposition into the product that makes the array (a gradient of
-    weights), and read both operands of that across: up to twice as long, where the copy costs the same however much is
-    summed over.
+
+def _dealt_in_order(x: jax.Array, move: Move, pieces: int) -> jax.Array:
+    """The same, of pieces that are cut out once and put together once.
+
+    XLA:CPU itself puts together what came along the dimension that was cut, and copies that into the order that is wanted.
     """
-    return lax.optimization_barrier(x).reshape(math.prod(before), math.prod(after)).T
+    got = lax.all_to_all(_cut(x, move.to_dim, pieces), move.axes, split_axis=0, concat_axis=0, tiled=True)
+    return lax.concatenate([got[piece] for piece in range(pieces)], move.dim)
 
 
-def _turned_back(piece: jax.Array, before: tuple[int, ...], behind: tuple[int, ...]) -> jax.Array:
-    """A piece [extent, *behind, *before] as [*before, extent, *behind]."""
-    return piece.reshape(-1, math.prod(before)).T.reshape(*before, piece.shape[0], *behind)
+def _cut(x: jax.Array, dim: int, pieces: int) -> jax.Array:
+    """An array [*before, pieces · extent, *after] as [pieces, *before, extent, *after].
+
+    Slices, for a transposition that says the same XLA:CPU carries out element by element.  Were it not for the barrier, it would
+    take them into the product that makes the array (a gradient of weights).
+    """
+    return jnp.stack(jnp.split(lax.optimization_barrier(x), pieces, axis=dim))
 
 
 def _piece_extent(x: jax.Array, dim: int, pieces: int, move: Move) -> int:
