@@ -77,7 +77,7 @@ class Gaps:
 
 
 CLOSEST = Gaps()
-"""Nothing is given away."""
+"""No nearer than costs are known; zeros would ask for the optimum itself."""
 
 Solver = Callable[[Model], Solution | None]
 

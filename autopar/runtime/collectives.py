@@ -83,7 +83,9 @@ def _apply(x: jax.Array, move: Move, mesh: Mesh) -> jax.Array:
             if math.prod(x.shape[: move.dim]) == 1:  # pieces lie one after the other as it is
                 return _gathered(x, move)
             return lax.platform_dependent(
-                x, cpu=partial(_gathered_in_order, move=move), default=partial(_gathered, move=move)
+                x,
+                cpu=partial(_gathered_in_order, move=move, pieces=pieces),
+                default=partial(_gathered, move=move),
             )
         case MoveKind.ALL_REDUCE:
             return lax.psum(x, move.axes)
@@ -112,15 +114,16 @@ def _gathered(x: jax.Array, move: Move) -> jax.Array:
     return lax.all_gather(x, move.axes, axis=move.dim, tiled=True)
 
 
-def _gathered_in_order(x: jax.Array, move: Move) -> jax.Array:
+def _gathered_in_order(x: jax.Array, move: Move, pieces: int) -> jax.Array:
     """The same where pieces do not stand one after the other in the whole: they come so, and are put in their places then.
 
     XLA:CPU itself would turn each piece and the whole, element by element.  The barrier keeps it from laying out what is gathered
     so that nothing is left to copy, which comes to the same.
     """
-    pieces = jnp.moveaxis(lax.optimization_barrier(lax.all_gather(x, move.axes)), 0, move.dim)
-    before, (count, extent), after = x.shape[: move.dim], pieces.shape[move.dim : move.dim + 2], x.shape[move.dim + 1 :]
-    return pieces.reshape(*before, count * extent, *after)
+    gathered = lax.optimization_barrier(lax.all_gather(x, move.axes, axis=0, tiled=True))
+    placed = jnp.moveaxis(gathered.reshape(pieces, *x.shape), 0, move.dim)
+    before, extent, after = x.shape[: move.dim], x.shape[move.dim], x.shape[move.dim + 1 :]
+    return placed.reshape(*before, pieces * extent, *after)
 
 
 def _scattered(x: jax.Array, move: Move) -> jax.Array:
