@@ -6,7 +6,7 @@ Devices that share cores do not come to a collective together: the last one work
 wakes those that wait, and cores stand still.  A chain of collectives alone shows nothing of it.  So there each collective
 stands between matrix products, and
 
-    seconds of one = (median of L collectives after work − median of 1 collective and as much work) / (L − 1)
+    seconds of one = median of (L collectives after work − 1 collective and as much work, just before) / (L − 1)
 
 where the one collective in either chain is that which waits for devices that were started later.  Curves are of collectives
 after little work; what small ones take longer after more of it is measured as *waits*.  (All-reduces among eight devices on two

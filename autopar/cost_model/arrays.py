@@ -174,8 +174,6 @@ class _Builder(ArrayList):
         size, value = self.bytes_of(after), before.value
         shape = self.shape_of(before)
         tenant = Tenant.GATHERED if move.kind is MoveKind.ALL_GATHER else self.tenant_of(step.cause)
-        before_it = shape[: max(move.dim, 0)]
-        minor = any(self.on_cpu or extent > 1 for extent in before_it)
         match move.kind:
             case MoveKind.SLICE | MoveKind.MASK:
                 return self.add(Form.CHEAP, (node,), size, self.tenant_of(step.cause), value, step.cause)
@@ -187,11 +185,16 @@ class _Builder(ArrayList):
                 sent = self.add(Form.KERNEL, (pieces,), size, tenant, value, step.cause)
                 return self.add(Form.COSTLY, (sent,), size, tenant, value, step.cause)
         order = (move.dim, *(dim for dim in range(len(shape)) if dim != move.dim))
-        is_turned = minor or (self._lies_transposed(node) and step.target not in self.program.outputs)
-        if self.on_cpu and any(extent > 1 for extent in before_it):
+        is_cut = any(extent > 1 for extent in shape[: max(move.dim, 0)])
+        if self.on_cpu and is_cut:
             # The interpreter's own copy: of what is scattered before it is sent, of what is gathered once it is there.
-            minor, is_turned = move.kind is not MoveKind.ALL_GATHER, move.kind is MoveKind.ALL_GATHER
-        if minor:
+            is_turned = move.kind is MoveKind.ALL_GATHER
+            is_turned_before = not is_turned
+        else:
+            is_turned_before = is_cut or (self.on_cpu and move.dim > 0)
+            lies_so = self._lies_transposed(node) and step.target not in self.program.outputs
+            is_turned = is_turned_before or lies_so
+        if is_turned_before:
             node = self.relayout(node, order)
         if move.kind is MoveKind.EXCHANGE_SUM:
             node = self.add(Form.KERNEL, (node,), self.bytes_of(before), tenant, value, step.cause)

@@ -136,12 +136,12 @@ def _scattered_in_order(x: jax.Array, move: Move, pieces: int) -> jax.Array:
 
 
 def _exchanged(x: jax.Array, move: Move, pieces: int) -> jax.Array:
-    """The same by hand: every device sends to each other one the piece that is kept there, and adds up what it gets."""
-    got = lax.all_to_all(_cut(x, move.dim, pieces), move.axes, split_axis=0, concat_axis=0, tiled=True)
-    return jnp.sum(got, axis=0, dtype=x.dtype)
+    """The same by hand: every device adds up what it gets from all."""
+    return jnp.sum(_swapped(x, move.dim, move, pieces), axis=0, dtype=x.dtype)
 
 
 def _dealt(x: jax.Array, move: Move) -> jax.Array:
+    # The memory of programs for GPUs was held against what compilers make of it behind a barrier.
     return lax.all_to_all(
         lax.optimization_barrier(x), move.axes, split_axis=move.to_dim, concat_axis=move.dim, tiled=True
     )
@@ -152,15 +152,21 @@ def _dealt_in_order(x: jax.Array, move: Move, pieces: int) -> jax.Array:
 
     XLA:CPU itself puts together what came along the dimension that was cut, and copies that into the order that is wanted.
     """
-    got = lax.all_to_all(_cut(x, move.to_dim, pieces), move.axes, split_axis=0, concat_axis=0, tiled=True)
+    got = _swapped(x, move.to_dim, move, pieces)
     return lax.concatenate([got[piece] for piece in range(pieces)], move.dim)
+
+
+def _swapped(x: jax.Array, dim: int, move: Move, pieces: int) -> jax.Array:
+    """What every device cut out for this one along a dimension, [pieces, …]."""
+    return lax.all_to_all(_cut(x, dim, pieces), move.axes, split_axis=0, concat_axis=0, tiled=True)
 
 
 def _cut(x: jax.Array, dim: int, pieces: int) -> jax.Array:
     """An array [*before, pieces · extent, *after] as [pieces, *before, extent, *after].
 
-    Slices, for a transposition that says the same XLA:CPU carries out element by element.  Were it not for the barrier, it would
-    take them into the product that makes the array (a gradient of weights).
+    Slices, for a transposition that says the same XLA:CPU carries out element by element.  The barrier keeps it from changing
+    what makes the array for them: it took a transposition into the product that makes a gradient, and merged one into an
+    all-to-all so that it refused its own result.
     """
     return jnp.stack(jnp.split(lax.optimization_barrier(x), pieces, axis=dim))
 
