@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from autopar._compat import shape_of
 from autopar.agreed_plans import agreed_plan
+from autopar.asked import demands_of_user, said_of_inputs
 from autopar.calls import check_fits, check_initialiser, check_leaves, key_of
 from autopar.cluster import Cluster
 from autopar.collector import paused_collector
@@ -37,7 +38,7 @@ from autopar.on_ray import pipeline_on_ray, step_on_ray
 from autopar.options import ArgumentNames, Options, checked_cluster, read_options
 from autopar.pipelines import assembled
 from autopar.plan import Offload, Plan, Remat, Schedule
-from autopar.planning import demands_of_user, make_plan, said_of_inputs
+from autopar.planning import make_plan
 from autopar.progress import Progress
 from autopar.runtime.executor import Executor
 from autopar.runtime.pieced_array import PiecedArray

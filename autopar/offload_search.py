@@ -28,7 +28,8 @@ from autopar.intra_op.search import LARGE_OPERATORS
 from autopar.methods import IntraOp, method_of
 from autopar.pipelines import come_first, wants_pipeline
 from autopar.plan import Offload
-from autopar.remat_search import Planned, or_raise
+from autopar.remat_relief import Planned
+from autopar.remat_search import or_raise
 from autopar.stage_tasks import may_offload
 from autopar.subjects import Demands, Subjected, offloaded
 from autopar.wording import bytes_text

@@ -43,7 +43,7 @@ from autopar.pipeline_shape import (
     stages_asked,
 )
 from autopar.plan import Opening, Plan, Schedule, SolverReport
-from autopar.remat_search import Alike
+from autopar.remat_relief import Alike
 from autopar.schedule.orders import as_entries
 from autopar.stage_tasks import loop_of, pipeline_task
 from autopar.subjects import Demands, Rewritings, Subjected, as_loop, cut_between_trips, layer_loops_of

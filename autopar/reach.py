@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from autopar.cluster import Mesh
 from autopar.graph.ir import FactorKind, Graph, Operator, Phase, Value
 from autopar.intra_op.choices import cuttable_factors
-from autopar.intra_op.problem import Port, loop_links
+from autopar.intra_op.loop_links import loop_links
+from autopar.intra_op.nodes import Port
 from autopar.intra_op.restrict import Reach, Restriction
 from autopar.plan import Layout
 

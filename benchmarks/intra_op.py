@@ -13,8 +13,8 @@ planner's own prediction, which stands beside it.
 A table per model and cluster, ``auto`` over the best hand-made method that fits, and at the end of all what the ratios and
 the errors of predicted memory come to.  What cannot be planned or compiled is a row that says why.  With ``--resume`` each
 cell is appended to a file of JSON lines as soon as it is known, and figures that the file has are not made again.
-``--clock`` also runs the steps of 1x8 on this machine, all methods of a model in turn, and prints the median.  With ``--profile``
-1x8 is planned and priced by what was measured (``autopar profile``) in place of plain figures.
+``--clock`` also runs the steps of 1x8 on this machine, all methods of a model in turn (:mod:`benchmarks.turns`).  With
+``--profile`` 1x8 is planned and priced by what was measured (``autopar profile``) in place of plain figures.
 """
 
 from __future__ import annotations
@@ -41,14 +41,12 @@ from autopar.cost_model.hlo import HloModule, MemoryBytes, memory_bytes, parse_m
 from autopar.host_memory import keep_freed_memory
 from autopar.methods import HAND_MADE, IntraOp, Method
 from benchmarks.models import FAMILIES, Model, build
+from benchmarks.turns import clocks, run_in_turn
 
 METHODS = ("auto", *(method.name for method in HAND_MADE))
 PLANNERS: dict[str, Method] = {"auto": IntraOp(), **{method.name: method for method in HAND_MADE}}
 LOCAL_DEVICES = 8
 """Devices that this machine is said to have."""
-SETTLING = 6
-"""Rounds before those that are timed.  Plans that take turns leave holes in each other's memory, and until every block has found
-one, steps wait for new pages: 70 ms for 40 MiB, in up to four rounds of nine plans."""
 TOO_HIGH, TOO_LOW = 0.25, 0.05
 """Errors of predicted memory that are listed."""
 
@@ -278,37 +276,13 @@ def fill(results: Results, bench: Bench, of: Cell, setting: Setting) -> None:
 
 
 def with_clock(rows: dict[str, Row | Failure], bench: Bench, setting: Setting, rounds: int) -> dict[str, Row | Failure]:
-    """The rows with the median seconds of a step on this machine."""
+    """The rows with the seconds of a step on this machine."""
     compiled = {method: bench.executable(setting, method) for method, row in rows.items() if isinstance(row, Row)}
-    clocks = run_in_turn(bench.model, compiled, rounds)
+    found = clocks(run_in_turn(bench.model, compiled, rounds))
     return {
-        method: replace(row, clock_seconds=clocks[method]) if isinstance(row, Row) else row
+        method: replace(row, clock_seconds=found[method]) if isinstance(row, Row) else row
         for method, row in rows.items()
     }
-
-
-def run_in_turn(model: Model, compiled: dict[str, Any], rounds: int) -> dict[str, float]:
-    """Median seconds of a step of each method; the methods take turns, so a drift of the machine hits all alike."""
-    batch = model.make_batch(model.batch_size)
-    states = {}
-    for method in compiled:
-        states[method] = jax.tree.leaves(jax.jit(model.make_state)())
-    for _ in range(SETTLING):
-        for method, step in compiled.items():
-            states[method] = advance(step, states[method], batch)
-    seconds: dict[str, list[float]] = {method: [] for method in compiled}
-    for _ in range(rounds):
-        for method, step in compiled.items():
-            started = time.perf_counter()
-            states[method] = advance(step, states[method], batch)
-            seconds[method].append(time.perf_counter() - started)
-    return {method: statistics.median(times) for method, times in seconds.items()}
-
-
-def advance(step: Any, state_leaves: list[Any], batch: Any) -> list[Any]:
-    """One finished step on flat state leaves."""
-    state, _ = step.run([*state_leaves, *jax.tree.leaves(batch)])
-    return jax.block_until_ready(jax.tree.leaves(state))
 
 
 # ----------------------------------------------------------------------------------------------------------- printing

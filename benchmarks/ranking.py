@@ -1,14 +1,13 @@
 """Does a lower prediction mean a faster step?  Predicted seconds against the clock, over many plans of each model.
 
     python -m benchmarks.ranking [--models gpt …] [--size bench] [--rounds 9] [--processes 3]
-                                [--profile auto|measure|none|FILE]
+                                [--profile auto|measure|none|FILE] [--resume FILE]
 
 Every method on every mesh shape that it can use is planned, compiled and timed on 8 devices of this machine; the plans of a
-model take turns, so that a drift of the machine hits all alike: as many as asked for, and so many more that each plan runs for a
-second, for medians of short steps differ from run to run by what shall be told apart.  So do those of processes: where arrays
-happen to lie makes the same step up to a tenth slower for as long as its process lives.  So several processes measure, and what
-counts of each plan is the median of theirs.  The first plans and compiles; the others take its plans, and its executables out
-of JAX's cache.  Per model:
+model take turns, in as many rounds as asked for, and so many more that each plan runs for a second, and are held against each
+other within rounds (:mod:`benchmarks.turns`).  Where arrays happen to lie makes some steps up to a tenth slower for as long as
+their process lives, so several processes measure, and the rounds of all count alike.  The first plans and compiles; the others
+take its plans, and its executables out of JAX's cache.  Per model:
 
     tau     Kendall's: (pairs in the right order − pairs in the wrong order) / pairs, over the pairs of plans whose clocks
             differ by at least 5%
@@ -16,7 +15,8 @@ of JAX's cache.  Per model:
 
 for predictions by the machine's profile and, of the same plans, by the plain figures of ``Cluster.local(profile=None)``, and what
 ``auto`` takes, on the mesh that it would take by the profile, over the fastest plan by hand.
-Targets: tau of at least 0.8, regret and ``auto`` over plans by hand of at most 1.05.  Run it alone on the machine.
+Targets: tau of at least 0.8, regret and ``auto`` over plans by hand of at most 1.05.  Run it alone on the machine.  With
+``--resume`` what was found of a model is appended to a file of JSON lines, and models that the file has are not run again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -50,8 +50,9 @@ from autopar.host_memory import keep_freed_memory, variables
 from autopar.measure import measure
 from autopar.plan import Plan
 from autopar.profile_file import save_profile
-from benchmarks.intra_op import METHODS, run_in_turn
+from benchmarks.intra_op import METHODS
 from benchmarks.models import FAMILIES, Model, build
+from benchmarks.turns import clocks, run_in_turn
 
 SEPARATED = 0.05
 TAU_WANTED, REGRET_WANTED = 0.8, 1.05
@@ -69,6 +70,16 @@ class Ranked:
     profile_seconds: float
     plain_seconds: float
     clock_seconds: float
+
+
+@dataclass(frozen=True)
+class Timed:
+    """The same as measured by one process: its seconds in every round."""
+
+    name: str
+    profile_seconds: float
+    plain_seconds: float
+    round_seconds: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -109,6 +120,32 @@ class Kept:
 
 
 @dataclass(frozen=True)
+class ModelRanked:
+    """The plans of one model, fastest first."""
+
+    model: str
+    size: str
+    plans: list[Ranked]
+
+
+class Results:
+    """Owns what is known of models, by name and size, and the file that remembers it."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        lines = path.read_bytes().splitlines() if path is not None and path.exists() else []
+        found = [msgspec.json.decode(line, type=ModelRanked) for line in lines]
+        self.known = {(one.model, one.size): one.plans for one in found}
+
+    def add(self, one: ModelRanked) -> None:
+        """Remember a model."""
+        self.known[one.model, one.size] = one.plans
+        if self._path is not None:
+            with self._path.open("ab") as file:
+                file.write(msgspec.json.encode(one) + b"\n")
+
+
+@dataclass(frozen=True)
 class Verdict:
     """How well one kind of prediction ranks the plans of a model; ``tau`` is None where the clock separates no pair."""
 
@@ -140,6 +177,7 @@ def main() -> None:
     parser.add_argument("--turn", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--profile", default="auto", help="auto (measure if there is none), measure, none, or a file")
     parser.add_argument("--quick", action="store_true", help="measure quickly")
+    parser.add_argument("--resume", type=Path, help="a file that remembers models")
     arguments = parser.parse_args()
     keep_freed_memory()  # as where steps run, and before JAX starts
     cluster = priced(arguments.profile, arguments.quick)
@@ -148,10 +186,11 @@ def main() -> None:
         rows = rank(build(name, arguments.size), cluster, arguments.rounds, kept, arguments.turn)
         kept.rows.write_bytes(msgspec.json.encode(rows))
         return
-    console = Console(width=130)
-    ranked = {}
+    console, results, ranked = Console(width=130), Results(arguments.resume), {}
     for name in arguments.models:
-        ranked[name] = rank_apart(name, arguments, cluster)
+        if (name, arguments.size) not in results.known:
+            results.add(ModelRanked(name, arguments.size, rank_apart(name, arguments, cluster)))
+        ranked[name] = results.known[name, arguments.size]
         console.print(plan_table(f"{name} ({arguments.size})", ranked[name]))
     console.print(verdict_table(ranked))
 
@@ -181,13 +220,21 @@ def rank_apart(name: str, arguments: argparse.Namespace, cluster: Cluster) -> li
         for turn in range(arguments.processes):
             command = [sys.executable, "-m", "benchmarks.ranking", *asked, "--turn", str(turn)]
             subprocess.run(command, check=True, timeout=MOST_SECONDS, env=environment)
-            runs.append(msgspec.json.decode(kept.rows.read_bytes(), type=list[Ranked]))
-    clocks = {one.name: [row.clock_seconds for rows in runs for row in rows if row.name == one.name] for one in runs[0]}
-    ranked = [replace(one, clock_seconds=statistics.median(clocks[one.name])) for one in runs[0]]
+            runs.append(msgspec.json.decode(kept.rows.read_bytes(), type=list[Timed]))
+    return together(runs)
+
+
+def together(runs: Sequence[Sequence[Timed]]) -> list[Ranked]:
+    """Every plan, fastest first, by the rounds of all processes."""
+    seconds: dict[str, list[float]] = {}
+    for one in itertools.chain.from_iterable(runs):
+        seconds.setdefault(one.name, []).extend(one.round_seconds)
+    clock = clocks(seconds)
+    ranked = [Ranked(one.name, one.profile_seconds, one.plain_seconds, clock[one.name]) for one in runs[0]]
     return sorted(ranked, key=lambda one: one.clock_seconds)
 
 
-def rank(model: Model, cluster: Cluster, rounds: int, kept: Kept, turn: int) -> list[Ranked]:
+def rank(model: Model, cluster: Cluster, rounds: int, kept: Kept, turn: int) -> list[Timed]:
     """Every plan; the one numbered ``turn`` begins."""
     if not kept.plans.exists():
         kept.write(plans(model, cluster))
@@ -206,8 +253,8 @@ def rank(model: Model, cluster: Cluster, rounds: int, kept: Kept, turn: int) -> 
         fusion = fuse(step.subject.graph)
         foretold[name] = [predict(step.program, fusion, one, memory).step_seconds for one in (cluster, plain)]
     shortest_seconds = min(seconds for seconds, _ in foretold.values())
-    clocks = run_in_turn(model, compiled, max(rounds, math.ceil(LEAST_SECONDS / shortest_seconds)))
-    return [Ranked(name, by_profile, by_figures, clocks[name]) for name, (by_profile, by_figures) in foretold.items()]
+    seconds = run_in_turn(model, compiled, max(rounds, math.ceil(LEAST_SECONDS / shortest_seconds)))
+    return [Timed(name, *both, tuple(seconds[name])) for name, both in foretold.items()]
 
 
 def plans(model: Model, cluster: Cluster) -> dict[str, Plan]:

@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar import planning
 from autopar.errors import PlanError
 from autopar.intra_op.task import TooSlow
 from autopar.methods import HAND_MADE
-from autopar.planning import _Planner
+from autopar.step_planner import StepPlanner
 
 
 def train_step(params: Any, batch: Any) -> Any:
@@ -45,9 +44,9 @@ def test_an_account_that_is_dearer_than_the_program_makes_experts_rivals(
     shape: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the integer program found is made to cost ten times what it believed; then some plan by hand wins."""
-    plan_below = _Planner.plan_below
+    plan_below = StepPlanner.plan_below
 
-    def dearer(self: _Planner, count: int, *asked: Any) -> Any:
+    def dearer(self: StepPlanner, count: int, *asked: Any) -> Any:
         planned = plan_below(self, count, *asked)
         assert not isinstance(planned, TooSlow)
         subject, plan, found = planned
@@ -55,7 +54,7 @@ def test_an_account_that_is_dearer_than_the_program_makes_experts_rivals(
             plan = replace(plan, prediction=replace(plan.prediction, communication_seconds=10 * plan.step_seconds))
         return subject, plan, found
 
-    monkeypatch.setattr(planning._Planner, "plan_below", dearer)
+    monkeypatch.setattr(StepPlanner, "plan_below", dearer)
     step = autopar.parallelize(train_step, mesh_shape=shape)
     chosen = step.plan(*ARGUMENTS)
     by_hand = list(plans_by_hand(step))

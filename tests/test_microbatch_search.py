@@ -19,7 +19,7 @@ from autopar.intra_op.held import least_bytes, memory_rows
 from autopar.intra_op.on_mesh import Ground
 from autopar.intra_op.task import TooSlow
 from autopar.microbatch_search import FEW, MANY, MicrobatchSearch, OneMesh
-from autopar.planning import _Planner
+from autopar.step_planner import StepPlanner
 from autopar.subjects import Demands
 from tests.test_rescaled import subject
 from tests.toy_runs import eight_slow_devices
@@ -134,7 +134,7 @@ def test_where_nothing_fits_by_far_a_plan_says_what_is_short() -> None:
 
 def test_no_plan_holds_less_than_the_least() -> None:
     """By the rows, whatever is chosen; and some choice of homes holds no more."""
-    planner = _Planner(subject(), eight_slow_devices(), Demands(), lambda message: None)
+    planner = StepPlanner(subject(), eight_slow_devices(), Demands(), lambda message: None)
     task = planner._task(planner.subject)
     ground = Ground(task.graph, task.state_pairs)
     rng = np.random.default_rng(0)
@@ -150,7 +150,7 @@ def test_no_plan_holds_less_than_the_least() -> None:
 
 
 def test_what_may_fit_is_solved_and_what_cannot_is_not() -> None:
-    planner = _Planner(subject(), eight_slow_devices(), Demands(), lambda message: None)
+    planner = StepPlanner(subject(), eight_slow_devices(), Demands(), lambda message: None)
     task = planner._task(planner.subject)
     ground = Ground(task.graph, task.state_pairs)
     least = min(least_bytes(ground.problem, mesh, {}, ground.moments(task.donated)) for mesh in task.meshes)

@@ -26,8 +26,10 @@ from autopar.intra_op.alike import Quotient, merge_alike
 from autopar.intra_op.choices import Choices, choices_on
 from autopar.intra_op.extract import stage_of
 from autopar.intra_op.ilp import RELATIVE_GAP, solve
+from autopar.intra_op.linear_sums import gathering_carries
 from autopar.intra_op.model import Model
-from autopar.intra_op.problem import Edge, Problem, ValueNode, gathering_carries, state_problem
+from autopar.intra_op.nodes import Edge, Problem, ValueNode
+from autopar.intra_op.problem import state_problem
 from autopar.intra_op.wide import Gaps
 from autopar.plan import Layout, Strategy
 from autopar.schedule.spmd import Reshard, lower, output_layouts

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from benchmarks.ranking import Ranked, over_hand_made, verdict
+from benchmarks.ranking import ModelRanked, Ranked, Results, Timed, over_hand_made, together, verdict
 
 
 def rows(*told: tuple[str, float, float]) -> list[Ranked]:
@@ -26,3 +28,18 @@ def test_pairs_that_the_clock_does_not_part_are_left_out_and_ties_count_for_noth
     found = verdict([2.0, 1.0, 3.0, 3.0], clock)
     assert (found.pairs, found.regret) == (5, 1.04)
     assert found.tau == pytest.approx(4 / 5)
+
+
+def test_rounds_of_all_processes_count_alike() -> None:
+    first = [Timed("slow", 1.0, 2.0, (3.0, 3.0)), Timed("fast", 3.0, 4.0, (1.0, 1.0))]
+    second = [Timed("slow", 1.0, 2.0, (6.0,)), Timed("fast", 3.0, 4.0, (2.0,))]
+    assert together([first, second]) == [Ranked("fast", 3.0, 4.0, 1.0), Ranked("slow", 1.0, 2.0, 3.0)]
+
+
+def test_models_that_a_file_remembers_are_known(tmp_path: Path) -> None:
+    path = tmp_path / "ranking.jsonl"
+    one, other = (ModelRanked(name, "bench", rows(("auto 8", 1.0, 3.0))) for name in ("gpt", "moe"))
+    Results(path).add(one)
+    Results(path).add(other)
+    assert Results(path).known == {("gpt", "bench"): one.plans, ("moe", "bench"): other.plans}
+    assert not Results(None).known

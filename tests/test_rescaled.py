@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar import planning
+from autopar import step_planner
 from autopar.cluster import Cluster, Mesh
 from autopar.collector import paused_collector
 from autopar.errors import BudgetError
@@ -24,7 +24,8 @@ from autopar.inter_op.rescaled import Rescaling, values_with_rows
 from autopar.intra_op import search as intra_op
 from autopar.intra_op.on_mesh import Ground
 from autopar.intra_op.task import Task
-from autopar.planning import _Planner, make_plan
+from autopar.planning import make_plan
+from autopar.step_planner import StepPlanner
 from autopar.subjects import Demands, Rewritings, Subjected, microbatched, subject_of
 from tests.toy_runs import eight_slow_devices
 
@@ -79,7 +80,7 @@ def test_rows_of_the_batch_are_what_shrinks_with_more_microbatches(function: Any
 
 @pytest.fixture(scope="module")
 def planned() -> dict[int, Any]:
-    planner = _Planner(subject(), eight_slow_devices(), DEMANDS, lambda message: None)
+    planner = StepPlanner(subject(), eight_slow_devices(), DEMANDS, lambda message: None)
     return {"planner": planner, **{count: planner.plan_in(count) for count in (2, 4, 8)}}
 
 
@@ -102,16 +103,16 @@ def test_a_large_step_is_planned_in_as_good_a_number_as_a_small_one(monkeypatch:
     budget = 0.7 * whole.prediction.memory.total_bytes
     demands = replace(DEMANDS, memory_per_device=budget)
     known = make_plan(ours, cluster, demands)[1]
-    monkeypatch.setattr(planning, "LARGE_OPERATORS", 0)
-    monkeypatch.setattr(planning, "_hopeful", lambda counts, *rest: counts[1:])
+    monkeypatch.setattr(step_planner, "LARGE_OPERATORS", 0)
+    monkeypatch.setattr(step_planner, "_hopeful", lambda counts, *rest: counts[1:])
     ours_large = make_plan(ours, cluster, demands)[1]
     assert ours_large.prediction.memory.total_bytes <= budget
     assert ours_large.step_seconds <= known.step_seconds * 1.01
 
 
 def test_a_large_step_that_fits_in_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "LARGE_OPERATORS", 0)
-    monkeypatch.setattr(planning, "_hopeful", lambda counts, *rest: counts[1:])
+    monkeypatch.setattr(step_planner, "LARGE_OPERATORS", 0)
+    monkeypatch.setattr(step_planner, "_hopeful", lambda counts, *rest: counts[1:])
     with pytest.raises(BudgetError, match="no plan keeps"):
         make_plan(subject(), eight_slow_devices(), replace(DEMANDS, memory_per_device=1e3))
 
@@ -133,7 +134,7 @@ def test_coarser_meshes(sizes: tuple[int, ...], finer: tuple[int, ...], *, expec
 
 
 def task_on(cluster: Cluster) -> Task:
-    planner = _Planner(subject(), cluster, Demands(), lambda message: None)
+    planner = StepPlanner(subject(), cluster, Demands(), lambda message: None)
     return planner._task(planner.subject)
 
 

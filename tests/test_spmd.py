@@ -32,7 +32,8 @@ from autopar.intra_op.choices import choices_on, strategies_of
 from autopar.intra_op.extract import stage_of
 from autopar.intra_op.ilp import solve
 from autopar.intra_op.model import Model
-from autopar.intra_op.problem import OperatorNode, Problem, state_problem
+from autopar.intra_op.nodes import OperatorNode, Problem
+from autopar.intra_op.problem import state_problem
 from autopar.plan import Layout, Stage, Strategy
 from autopar.runtime.executor import device_mesh, partition_spec
 from autopar.runtime.interpret import interpret

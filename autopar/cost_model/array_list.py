@@ -26,6 +26,7 @@ TENANT_OF_PHASE = {
 LIBRARY_TYPES = frozenset(("float32", "float64", "bfloat16"))
 """What XLA:CPU's library computes with (:mod:`autopar.cost_model.library`)."""
 
+NARROW = frozenset(("bfloat16", "float16"))
 
 MOST_ORIGINS = 2
 """More are not told apart."""
@@ -49,6 +50,9 @@ class ArrayList:
             self.buffer(Form.INPUT, (), constant, Tenant.ACTIVATION, None)
         self._donated = {self.arrays.inputs[position] for position in donated}
 
+    def __getitem__(self, number: int) -> Node:
+        return self.arrays.nodes[number]
+
     def shape_of(self, buffer: Buffer) -> tuple[int, ...]:
         """The shape on one device."""
         return local_shape(self.program.values[buffer.value].shape, buffer.layout, self.program.mesh)
@@ -63,7 +67,7 @@ class ArrayList:
         """A node, of a value or (-1) of none."""
         node = Node(form, inputs, size, tenant, value, source)
         fused = form in (Form.CHEAP, Form.COSTLY, Form.RENAME)
-        node.source_bytes = max((self.arrays.nodes[i].source_bytes for i in inputs), default=0) if fused else size
+        node.source_bytes = max((self[i].source_bytes for i in inputs), default=0) if fused else size
         if not self.on_cpu and form is not Form.INPUT:
             node.origins = self._origins(inputs) if fused else frozenset((len(self.arrays.nodes),))
         node.dtype = self.dtype_of(value) if value >= 0 else ""
@@ -71,7 +75,7 @@ class ArrayList:
         return len(self.arrays.nodes) - 1
 
     def _origins(self, inputs: tuple[int, ...]) -> frozenset[int]:
-        found = frozenset[int]().union(*(self.arrays.nodes[i].origins for i in inputs))
+        found = frozenset[int]().union(*(self[i].origins for i in inputs))
         return frozenset(itertools.islice(found, MOST_ORIGINS))
 
     def buffer(
@@ -81,7 +85,7 @@ class ArrayList:
         shape = self.shape_of(buffer)
         size = self.program.values[buffer.value].itemsize_bytes * math.prod(shape)
         self.at[buffer] = number = self.add(form, inputs, size, tenant, buffer.value, source)
-        self.arrays.nodes[number].shape = shape
+        self[number].shape = shape
         return number
 
     def once(self, key: tuple[object, ...], make: Callable[[], int]) -> int:
@@ -92,9 +96,9 @@ class ArrayList:
 
     def again(self, node: int, form: Form) -> int:
         """A node for the same array once more."""
-        old = self.arrays.nodes[node]
+        old = self[node]
         number = self.add(form, (node,), old.size_bytes, old.tenant, old.value, old.source)
-        self.arrays.nodes[number].shape = old.shape
+        self[number].shape = old.shape
         return number
 
     def relayout(self, node: int, order: tuple[int, ...]) -> int:
@@ -105,7 +109,7 @@ class ArrayList:
         """The same because an operator reads it so; who comes first has the copy to its account."""
         if (node, order) not in self._made:
             counted = self.arrays.reordered
-            counted[operator.id] = counted.get(operator.id, 0) + self.arrays.nodes[node].size_bytes
+            counted[operator.id] = counted.get(operator.id, 0) + self[node].size_bytes
         return self.relayout(node, order)
 
     def slice_of(self, node: int) -> int:
@@ -125,28 +129,28 @@ class ArrayList:
 
         Equal zeros it makes once, and copies of them for all others that write there.
         """
-        node, bytes_of = self.arrays.nodes[onto], onto
-        while self.arrays.nodes[bytes_of].form is Form.RENAME:
-            bytes_of = self.arrays.nodes[bytes_of].inputs[0]
-        is_kept = self.arrays.nodes[bytes_of].form is Form.INPUT and bytes_of not in self._donated
+        node, bytes_of = self[onto], onto
+        while self[bytes_of].form is Form.RENAME:
+            bytes_of = self[bytes_of].inputs[0]
+        is_kept = self[bytes_of].form is Form.INPUT and bytes_of not in self._donated
         if not self.on_cpu or not (is_kept or node.is_zero):
             return onto
         if node.is_zero and onto not in self._written_zeros:
             self._written_zeros.add(onto)
             return onto
         copied = self.again(onto, Form.KERNEL)
-        self.arrays.nodes[copied].is_zero = node.is_zero
+        self[copied].is_zero = node.is_zero
         return copied
 
     def widened(self, node: int, shape: tuple[int, ...]) -> int:
         """An operand of elementwise work in the shape of the result: dimensions of size one are broadcast first."""
-        narrow = self.arrays.nodes[node].shape
+        narrow = self[node].shape
         return node if not narrow or narrow == shape else self.once((node, shape), partial(self.broadcast, node, shape))
 
     def broadcast(self, narrow: int, shape: tuple[int, ...]) -> int:
         """An array in a shape into which it is repeated."""
         number = self.again(narrow, Form.CHEAP)
-        node = self.arrays.nodes[number]
+        node = self[number]
         node.size_bytes = self.program.values[node.value].itemsize_bytes * math.prod(shape)
         node.shape = shape
         node.widens = True

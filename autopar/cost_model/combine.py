@@ -16,9 +16,9 @@ from dataclasses import replace
 
 from autopar.cluster import Platform
 from autopar.cost_model.arrays import arrays_of
-from autopar.cost_model.buffers import Place, places_of
 from autopar.cost_model.library import library_kernels
 from autopar.cost_model.nodes import Arrays
+from autopar.cost_model.places import Place, places_of
 from autopar.cost_model.reshard import COMBINED_RESULT_BYTES
 from autopar.schedule.spmd import Buffer, SpmdProgram
 

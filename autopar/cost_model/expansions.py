@@ -24,11 +24,11 @@ def scattered_to_greatest(nodes: ArrayList, step: Run, inputs: tuple[int, ...]) 
     as many are left, in which the scatter then finds its places.
     """
     operator, (source, searched) = step.operator, inputs
-    tenant, (few, many) = nodes.tenant_of(operator), (nodes.arrays.nodes[one] for one in inputs)
+    tenant, (few, many) = nodes.tenant_of(operator), (nodes[one] for one in inputs)
 
     def whole_numbers(form: Form, reads: tuple[int, ...], count: int) -> int:
         number = nodes.add(form, reads, 4 * count, tenant, -1, operator)
-        nodes.arrays.nodes[number].dtype = "int32"
+        nodes[number].dtype = "int32"
         return number
 
     count = math.prod(few.shape)
@@ -39,7 +39,7 @@ def scattered_to_greatest(nodes: ArrayList, step: Run, inputs: tuple[int, ...]) 
     indices = whole_numbers(Form.COSTLY, found, count * len(many.shape))
     key = ("zeros", many.shape, many.dtype)
     zeros = nodes.once(key, lambda: nodes.add(Form.KERNEL, (), many.size_bytes, tenant, step.results[0].value, None))
-    nodes.arrays.nodes[zeros].is_zero, nodes.arrays.nodes[zeros].shape = True, many.shape
+    nodes[zeros].is_zero, nodes[zeros].shape = True, many.shape
     nodes.buffer(Form.IN_PLACE, (nodes.own_copy(zeros), indices, source), step.results[0], tenant, operator)
 
 
@@ -47,7 +47,7 @@ def random_bits(nodes: ArrayList, step: Run, keys: tuple[int, ...]) -> None:
     """XLA:CPU hashes in a loop over two arrays of 32-bit words, which its consumers then mix as they need them."""
     operator, result = step.operator, step.results[0]
     after = _hashed(nodes, operator, (keys, keys), result)
-    node = nodes.arrays.nodes[nodes.buffer(Form.CHEAP, after, result, nodes.tenant_of(operator), operator)]
+    node = nodes[nodes.buffer(Form.CHEAP, after, result, nodes.tenant_of(operator), operator)]
     node.elementwise, node.unary = True, False
 
 
@@ -61,7 +61,7 @@ def threefry(nodes: ArrayList, step: Run) -> None:
     after = _hashed(nodes, step.operator, given, step.results[0], tuple(key for pair in read[:2] for key in pair))
     for result, node in zip(step.results, after, strict=True):
         nodes.at[result] = node
-        nodes.arrays.nodes[node].value = result.value
+        nodes[node].value = result.value
 
 
 def _hashed(
@@ -78,15 +78,14 @@ def _hashed(
         return nodes.add(Form.KERNEL, reads, 4 * count, tenant, like.value, operator)
 
     halves = tuple(whole_numbers(reads, math.prod(shape)) for reads in given)
-    most = max((math.prod(nodes.arrays.nodes[key].shape) for key in keys), default=1)
+    most = max((math.prod(nodes[key].shape) for key in keys), default=1)
     carried = halves if most == 1 else (*halves, *(whole_numbers(keys, most) for _ in range(3)))
-    held_bytes = sum(nodes.arrays.nodes[one].size_bytes for one in carried)
+    held_bytes = sum(nodes[one].size_bytes for one in carried)
     next_round = nodes.add(Form.KERNEL, carried, held_bytes, Tenant.LOOP, like.value, operator)
     loop = nodes.add(Form.LOOP, (*carried, next_round), 0, Tenant.LOOP, -1, operator)
     after = tuple(
-        nodes.add(Form.RENAME, (half, loop), nodes.arrays.nodes[half].size_bytes, tenant, like.value, operator)
-        for half in halves
+        nodes.add(Form.RENAME, (half, loop), nodes[half].size_bytes, tenant, like.value, operator) for half in halves
     )
     for number in (*halves, *after):
-        nodes.arrays.nodes[number].shape = shape
+        nodes[number].shape = shape
     return after

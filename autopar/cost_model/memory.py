@@ -5,8 +5,8 @@ With scratch buffers b of s_b bytes, each needed from position i_b to j_b in the
     temp ≥ max_t Σ {s_b : i_b ≤ t ≤ j_b}        total = argument + output − alias + temp
 
 and a little more where no fixed offsets reach the bound, in this order of work or one like it (:mod:`autopar.cost_model.heap`).
-Which buffers there are and in which order they are filled is said by :mod:`autopar.cost_model.buffers`; which of them share bytes
-is decided here as XLA does it:
+Which buffers there are is said by :mod:`autopar.cost_model.buffers`, in which order they are filled by
+:mod:`autopar.cost_model.kernel_order`; which of them share bytes is decided here as XLA does it:
 
 * what is made in place has the buffer of its operand, from the start;
 * a donated argument's bytes take the result that replaces it; if the argument is still read after that, it is copied
@@ -28,10 +28,11 @@ from typing import Any
 
 from autopar import _compat
 from autopar.cost_model.arrays import arrays_of
-from autopar.cost_model.buffers import Kernels, kernels_of, order_of, precedence
+from autopar.cost_model.buffers import Kernels, kernels_of
 from autopar.cost_model.combine import joined, ranks
 from autopar.cost_model.heap import Span, bytes_in_near_orders, packed_bytes
 from autopar.cost_model.hosted import hosted_bytes
+from autopar.cost_model.kernel_order import order_of, precedence
 from autopar.cost_model.nodes import Arrays, Form, Node, Tenant
 from autopar.cost_model.rooms import Room, Tenancy, without_lodgers
 from autopar.cost_model.tenants import largest_tenants

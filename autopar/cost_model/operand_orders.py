@@ -28,7 +28,7 @@ def operands_of_product(nodes: ArrayList, step: Run) -> tuple[int, ...]:
     for side, buffer in enumerate(step.operands):
         assert buffer is not None
         node = nodes.at[buffer] if batch[side] else _turned(nodes, nodes.at[buffer])
-        shape = nodes.arrays.nodes[node].shape
+        shape = nodes[node].shape
         order = _dot_order(len(shape), contracting[side], batch[side], side)
         if nodes.on_cpu and not _read_as_it_lies(shape, order, batch[side], plain=plain):
             node = nodes.relayout_for(step.operator, node, order)
@@ -56,9 +56,9 @@ def result_of_product(nodes: ArrayList, step: Run, product: int) -> int:
         return product
     assert step.operands[0] is not None
     array = nodes.once((product, "array"), partial(nodes.again, product, Form.RENAME))
-    nodes.arrays.nodes[array].shape = shape
+    nodes[array].shape = shape
     rows = len(nodes.shape_of(step.operands[0])) - len(contracting[0])
-    nodes.arrays.nodes[product].shape = (
+    nodes[product].shape = (
         *shape[:stacked],
         math.prod(shape[stacked:rows]),
         math.prod(shape[rows:]),
@@ -100,7 +100,7 @@ def _turned(nodes: ArrayList, node: int) -> int:
 
 def _in_order(nodes: ArrayList, node: int, order: tuple[int, ...]) -> int:
     """An array with its dimensions in an order, itself where no element moves for that."""
-    long = [dim for dim in order if nodes.arrays.nodes[node].shape[dim] > 1]
+    long = [dim for dim in order if nodes[node].shape[dim] > 1]
     return node if long == sorted(long) else nodes.relayout(node, order)
 
 

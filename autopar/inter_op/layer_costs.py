@@ -28,8 +28,8 @@ from autopar.cluster import Cluster
 from autopar.graph.ir import Graph
 from autopar.inter_op.looped import Looped, constants_of
 from autopar.inter_op.rescaled import touched_values, values_with_rows
+from autopar.intra_op.nodes import OperatorNode, Problem
 from autopar.intra_op.priced import PricedStage
-from autopar.intra_op.problem import OperatorNode, Problem
 from autopar.plan import Layout, Stage
 from autopar.schedule.instructions import Part
 from autopar.schedule.reshard import shares

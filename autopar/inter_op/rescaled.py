@@ -22,9 +22,10 @@ from autopar.graph.ir import Graph, Operator
 from autopar.inter_op.looped import Looped
 from autopar.intra_op.bound import lower_bound
 from autopar.intra_op.choices import edge_seconds
+from autopar.intra_op.loop_links import LoopLink, loop_links
 from autopar.intra_op.model import MemoryRow, Model
+from autopar.intra_op.nodes import OperatorNode, Port, Problem, ValueNode
 from autopar.intra_op.on_mesh import Ground, OnMesh
-from autopar.intra_op.problem import LoopLink, OperatorNode, Port, Problem, ValueNode, loop_links
 from autopar.intra_op.task import Found, Task
 
 PRICES = (1 / 4, 1 / 16, 1.0, 0.0)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from autopar.graph.ir import Phase
 from autopar.graph.merging import Merged
-from autopar.intra_op.problem import End, OperatorNode, Port, Problem, ValueNode
+from autopar.intra_op.nodes import End, OperatorNode, Port, Problem, ValueNode
 
 ROUNDS = 6
 

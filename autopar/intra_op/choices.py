@@ -29,7 +29,7 @@ from autopar.errors import PlanError
 from autopar.graph.ir import FactorKind, Rule
 from autopar.intra_op.alike import ClassEdge, Quotient
 from autopar.intra_op.model import narrowed_costs
-from autopar.intra_op.problem import End, OperatorNode, Port, Problem, ValueNode
+from autopar.intra_op.nodes import End, OperatorNode, Port, Problem, ValueNode
 from autopar.plan import Axes, Layout, Strategy, SumScatter
 from autopar.schedule.reshard import dividing, layouts_of, local_shape, replicated, shares
 from autopar.schedule.wire import wire_itemsize_bytes

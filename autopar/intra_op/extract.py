@@ -6,7 +6,7 @@ from autopar.graph.build import BARRIER
 from autopar.graph.ir import Graph, Operator
 from autopar.intra_op.alike import Quotient
 from autopar.intra_op.choices import Choices
-from autopar.intra_op.problem import Problem
+from autopar.intra_op.nodes import Problem
 from autopar.plan import Axes, Layout, Stage, Strategy
 
 

@@ -19,7 +19,7 @@ from autopar.cluster import Mesh
 from autopar.intra_op.alike import Quotient
 from autopar.intra_op.choices import Choices, value_options
 from autopar.intra_op.model import MemoryRow, Model, Pair
-from autopar.intra_op.problem import Problem, ValueNode
+from autopar.intra_op.nodes import Problem, ValueNode
 from autopar.plan import Layout
 from autopar.schedule.reshard import shares
 

@@ -35,7 +35,8 @@ from autopar.intra_op.extract import stage_of
 from autopar.intra_op.held import memory_rows
 from autopar.intra_op.ilp import solve
 from autopar.intra_op.model import MemoryRow, Model, Solution
-from autopar.intra_op.problem import Problem, state_problem
+from autopar.intra_op.nodes import Problem
+from autopar.intra_op.problem import state_problem
 from autopar.intra_op.restrict import demand_keys
 from autopar.intra_op.task import Found, Task
 from autopar.intra_op.wide import ENOUGH, Gaps

@@ -25,8 +25,8 @@ from autopar.intra_op.choices import Choices
 from autopar.intra_op.extract import stage_of
 from autopar.intra_op.held import with_price
 from autopar.intra_op.model import Solution
+from autopar.intra_op.nodes import Problem
 from autopar.intra_op.on_mesh import Ground, OnMesh, called_after_batch
-from autopar.intra_op.problem import Problem
 from autopar.intra_op.search import EXACT_VARIABLES, narrowed, worth_trying
 from autopar.intra_op.task import Task
 from autopar.intra_op.wide import is_wide

@@ -1,131 +1,36 @@
 """What there is to choose, before any mesh is known: nodes, edges, and which of them are alike.
 
-A node is either a set of values that must share one layout, or one operator whose strategy is to be chosen.
+A node is either a set of values that must share one layout, or one operator whose strategy is to be chosen
+(:mod:`autopar.intra_op.nodes`).
 
 *Values.*  Two values share a node when an operator maps both identically, dimension by dimension (elementwise work).
-Inputs of the program or of a loop body, and values that may stay partial, keep nodes of their own, so a parameter can
-lie otherwise than its gradient and its optimizer state: that is where ZeRO comes from.  A value with several consumers
-that are not elementwise gets a *copy* node between itself and them: one gather serves them all.
-
-*Partial sums.*  A value may stay partial when a chain of linear operators leads from a sum to an addition of two such
-sums (gradients of a tied embedding; the input gradients of the query, key and value projections): reducing after the
-addition halves the bytes.
-
-The same holds for a loop's carry that only gathers summands (an LSTM's gradients over time): each device gathers its own,
-and one reduction follows the loop.
+Inputs of the program or of a loop body, and values that may stay partial (:mod:`autopar.intra_op.linear_sums`), keep nodes of
+their own, so a parameter can lie otherwise than its gradient and its optimizer state: that is where ZeRO comes from.  A value
+with several consumers that are not elementwise gets a *copy* node between itself and them: one gather serves them all.
 
 *Edges* join a node that produces an array with one that needs it; the edge's price is the reshard between the layout
-that the one yields and the layout that the other wants.  State that a step returns has an edge to the input that it will be in
-the next step, so it goes back to the layout that it came in, and the reshard at the end of the step has its price.  The
-:class:`Port` says how to read a layout off a choice.
+that the one yields and the layout that the other wants.  At the borders of loops they are :mod:`autopar.intra_op.loop_links`.
+State that a step returns has an edge to the input that it will be in the next step, so it goes back to the layout that it came
+in, and the reshard at the end of the step has its price.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import NamedTuple
+from collections import defaultdict
+from dataclasses import dataclass
 
 from autopar import _compat
 from autopar.cost_model.kernels import Kernel
 from autopar.graph.build import BARRIER, LoopKind
-from autopar.graph.fusion import Fusion, fuse
+from autopar.graph.fusion import fuse
 from autopar.graph.ir import FactorKind, Graph, Operator, Phase, Value
 from autopar.graph.merging import Merged, merged_values
+from autopar.intra_op.linear_sums import gathering_carries, linear_values
+from autopar.intra_op.loop_links import loop_links
+from autopar.intra_op.nodes import Edge, End, OperatorNode, Port, Problem, ValueNode, Work
 
 COPY_WORTH_BYTES = 1 << 12
 """Below this size a second gather is cheaper than a node."""
-
-
-class Port(Enum):
-    """How an edge reads a layout off the choice of the node at its end."""
-
-    VALUE = "value"
-    STACKED = "stacked"  # the node is a slice of the array: the array's leading dimension is whole
-    OPERAND = "operand"
-    RESULT = "result"
-
-
-@dataclass(frozen=True)
-class End:
-    """One end of an edge: the node, and what is read there (``position`` of the operand or result)."""
-
-    node: int
-    port: Port = Port.VALUE
-    position: int = 0
-
-
-@dataclass(frozen=True)
-class Edge:
-    """An array of ``shape`` goes from ``source`` to ``target``, ``weight`` times a step.
-
-    ``merged``: which of its collectives become one with those of other arrays.
-    """
-
-    source: End
-    target: End
-    shape: tuple[int, ...]
-    itemsize_bytes: int
-    dtype: str
-    weight: int
-    merged: Merged = Merged.NONE
-
-
-class Work(NamedTuple):
-    """What :func:`~autopar.cost_model.roofline.operator_seconds` is told of an elementwise operator, all devices together."""
-
-    flops: float
-    bytes_moved: float
-    dtype: str
-    primitive: str
-    streamed: bool
-
-
-@dataclass
-class ValueNode:
-    """Values that share a layout. ``work`` counts elementwise kernels."""
-
-    shape: tuple[int, ...]
-    itemsize_bytes: int
-    may_be_partial: bool = False
-    is_input: bool = False
-    is_constant: bool = False
-    members: list[int] = field(default_factory=list)
-    work: Counter[Work] = field(default_factory=Counter)
-
-
-@dataclass
-class OperatorNode:
-    """An operator whose strategy is chosen."""
-
-    kernel: Kernel
-    trips: int
-    may_pass_partial: bool
-    free_results: tuple[int, ...]
-    """Positions of scalar results: no node stands for them, a partial one is reduced at once."""
-    joining_results: frozenset[int] = frozenset()
-    """Those of them of which the reduction becomes one with that of others (:mod:`autopar.graph.merging`)."""
-
-    @property
-    def operator(self) -> Operator:
-        """The operator."""
-        return self.kernel.operator
-
-
-@dataclass
-class Problem:
-    """All nodes and edges, and how to read a plan off a choice for each node."""
-
-    nodes: list[ValueNode | OperatorNode]
-    edges: list[Edge]
-    node_of_value: dict[int, int]
-    node_of_operator: dict[int, int]
-    copy_of_value: dict[int, int]
-    followers: dict[int, int]
-    """Elementwise operator id → the value node whose layout it follows."""
-    fusion: Fusion
 
 
 def is_elementwise(operator: Operator, values: dict[int, Value]) -> bool:
@@ -145,62 +50,6 @@ def is_elementwise(operator: Operator, values: dict[int, Value]) -> bool:
         if values[operand].shape != shape or mapping != pattern:
             return False
     return bool(operator.results)
-
-
-def linear_values(graph: Graph, gathering: frozenset[int] = frozenset()) -> set[int]:
-    """Values that lie between a sum and an addition of two sums, by linear operators only (this level of the tree).
-
-    ``gathering`` are inputs of the graph that may be sums too; what a loop gathers may leave it as a sum.
-    """
-    producer = {result: operator for operator in graph.operators for result in operator.results}
-    gathered = {result for operator in graph.operators for result in gathered_results(operator)}
-    sums = {*gathering, *gathered}
-    for operator in graph.operators:
-        if any(factor.kind.leaves_sum for factor in operator.rule.factors) or (
-            operator.linear and all(operand in sums for operand in operator.operands if operand is not None)
-        ):
-            sums.update(operator.results)
-    found = set(gathered)
-    for operator in graph.operators:
-        ranked = [operand for operand in operator.operands if operand is not None]
-        if operator.linear and len(ranked) > 1 and operator.results[0] in sums:
-            stack = [*ranked, *operator.results]
-            while stack:
-                value = stack.pop()
-                if value in found or value not in sums:
-                    continue
-                found.add(value)
-                if value in producer and producer[value].linear:
-                    stack.extend(producer[value].results)
-                    stack.extend(operand for operand in producer[value].operands if operand is not None)
-    return found
-
-
-def gathering_carries(operator: Operator) -> frozenset[int]:
-    """Inputs of a scan's body that nobody reads but the linear operator that makes their next value, for the loop alone."""
-    if operator.primitive != LoopKind.SCAN:
-        return frozenset()
-    (body,) = operator.bodies
-    consts, carries = _compat.scan_arity(operator.equation.params)
-    reads = Counter([*(operand for inner in body.operators for operand in inner.operands), *body.outputs])
-    producer = {result: inner for inner in body.operators for result in inner.results}
-    links = zip(body.inputs[consts : consts + carries], body.outputs[:carries], strict=True)
-    return frozenset(
-        carry
-        for carry, out in links
-        if reads[carry] == reads[out] == 1 and out in producer
-        if producer[out].linear and carry in producer[out].operands
-    )
-
-
-def gathered_results(operator: Operator) -> frozenset[int]:
-    """Results of a scan that are what such a carry has gathered."""
-    carries = gathering_carries(operator)
-    if not carries:
-        return frozenset()
-    consts, count = _compat.scan_arity(operator.equation.params)
-    inputs = operator.bodies[0].inputs[consts : consts + count]
-    return frozenset(result for carry, result in zip(inputs, operator.results, strict=False) if carry in carries)
 
 
 def state_problem(
@@ -461,77 +310,3 @@ class _Need:
             return End(node_of_operator[self.operator], Port.OPERAND, self.position)
         index = node_of_value.get(self.value)
         return None if index is None else End(index)
-
-
-@dataclass(frozen=True)
-class LoopLink:
-    """An array crosses the border of a loop or branch body (``inside``: once per trip, from body to body)."""
-
-    source: int
-    source_port: Port
-    target: int
-    target_port: Port
-    shape_of: int
-    body: int = 0
-    inside: bool = False
-
-
-def loop_links(operator: Operator) -> list[LoopLink]:
-    """Which value becomes which at the borders of an operator's bodies (JAX's calling conventions of its loops)."""
-    match operator.primitive:
-        case LoopKind.SCAN:
-            return [*_scan_links(operator)]
-        case LoopKind.WHILE:
-            return [*_while_links(operator)]
-        case LoopKind.COND:
-            return [*_cond_links(operator)]
-    return []
-
-
-def _into(operands: Sequence[int | None], targets: Sequence[int], port: Port = Port.VALUE) -> Iterator[LoopLink]:
-    for operand, target in zip(operands, targets, strict=True):
-        if operand is not None:
-            yield LoopLink(operand, Port.VALUE, target, port, operand)
-
-
-def _carried(
-    outs: Sequence[int | None], carries: Sequence[int], results: Sequence[int], body: int
-) -> Iterator[LoopLink]:
-    """What a trip leaves is what the next one finds, and in the end the result."""
-    for out, carry, result in zip(outs, carries, results, strict=True):
-        if out is not None:
-            yield LoopLink(out, Port.VALUE, carry, Port.VALUE, carry, body, inside=True)
-        yield LoopLink(carry, Port.VALUE, result, Port.VALUE, result)
-
-
-def _scan_links(operator: Operator) -> Iterator[LoopLink]:
-    (body,) = operator.bodies
-    consts, carries = _compat.scan_arity(operator.equation.params)
-    whole = consts + carries
-    yield from _into(operator.operands[:whole], body.inputs[:whole])
-    yield from _into(operator.operands[whole:], body.inputs[whole:], Port.STACKED)
-    yield from _carried(body.outputs[:carries], body.inputs[consts:whole], operator.results[:carries], 0)
-    for out, result in zip(body.outputs[carries:], operator.results[carries:], strict=True):
-        if out is not None:
-            yield LoopLink(out, Port.STACKED, result, Port.VALUE, result)
-
-
-def _while_links(operator: Operator) -> Iterator[LoopLink]:
-    condition, body = operator.bodies
-    split, consts = operator.equation.params["cond_nconsts"], operator.equation.params["body_nconsts"]
-    carries = body.inputs[consts:]
-    yield from _into(operator.operands[:split], condition.inputs[:split])
-    yield from _into(operator.operands[split : split + consts], body.inputs[:consts])
-    yield from _into(operator.operands[split + consts :], carries)
-    for carry, tested in zip(carries, condition.inputs[split:], strict=True):
-        yield LoopLink(carry, Port.VALUE, tested, Port.VALUE, carry, 1, inside=True)
-    yield from _carried(body.outputs, carries, operator.results, 1)
-
-
-def _cond_links(operator: Operator) -> Iterator[LoopLink]:
-    # All branches share the layouts of their inputs, so the first stands for them.
-    yield from _into(operator.operands[1:], operator.bodies[0].inputs)
-    for number, body in enumerate(operator.bodies):
-        for out, result in zip(body.outputs, operator.results, strict=True):
-            if out is not None:
-                yield LoopLink(out, Port.VALUE, result, Port.VALUE, result, number)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from autopar.cluster import Mesh
 from autopar.errors import PlanError
-from autopar.intra_op.problem import Problem, ValueNode
+from autopar.intra_op.nodes import Problem, ValueNode
 from autopar.plan import Axes, Layout
 from autopar.schedule.reshard import divides, layouts_of
 

@@ -16,7 +16,7 @@ from autopar.graph.ir import Graph
 from autopar.intra_op.alike import Quotient
 from autopar.intra_op.choices import Choices
 from autopar.intra_op.model import Model
-from autopar.intra_op.problem import Problem
+from autopar.intra_op.nodes import Problem
 from autopar.intra_op.restrict import Restriction
 from autopar.plan import Prediction, SolverReport, Stage
 from autopar.schedule.spmd import Hosted, SpmdProgram, hosted_ends
