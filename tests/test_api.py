@@ -372,7 +372,8 @@ def test_impossible_constraints_are_refused(constraints: dict[str, P], said: str
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [("mlp_nnx", "toy"), ("gpt", "toy"), pytest.param("gpt", "bench", marks=pytest.mark.verify)]
+    ("name", "size"),
+    [("mlp_nnx", "toy"), *(pytest.param("gpt", size, marks=pytest.mark.verify) for size in ("toy", "bench"))],
 )
 def test_half_of_data_parallels_memory_is_enough_and_kept(name: str, size: str) -> None:
     """… by the prediction and by the compiled program's own account."""

@@ -279,6 +279,7 @@ def test_evaluation_beside_training() -> None:
         np.testing.assert_allclose(said["rows"], rows, rtol=1e-11)
 
 
+@pytest.mark.verify
 def test_checkpoints_go_from_plan_to_plan(tmp_path: Path) -> None:
     """Saved of two stages; read by two processes as one mesh, and saved; read by this process alone; and back into two stages."""
     with jax.enable_x64(True):

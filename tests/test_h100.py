@@ -49,7 +49,7 @@ def foretold_and_clock(rows: list[dict[str, Any]]) -> tuple[list[float], list[fl
     return foretold, [row["clock_seconds"] for row in rows]
 
 
-@pytest.mark.parametrize("case", ["gpt", "wide_resnet"])
+@pytest.mark.parametrize("case", [pytest.param("gpt", marks=pytest.mark.verify), "wide_resnet"])
 def test_plans_took_on_an_h100_the_time_and_the_memory_that_are_foretold(case: str) -> None:
     rows = rows_of(case)
     assert len(rows) >= 4
@@ -73,6 +73,7 @@ def test_plans_of_an_lstm_come_in_the_order_of_the_clock() -> None:
     assert all(0.6 <= said / seconds <= 1.0 for said, seconds in zip(foretold, clock, strict=True))
 
 
+@pytest.mark.verify
 def test_of_a_vit_what_is_computed_again_comes_in_the_order_of_the_clock() -> None:
     """Not microbatches: there XLA puts whole arrays beside sums of few columns, in kernels of as few blocks."""
     rows = [row for row in rows_of("vit") if "microbatches" not in row["name"]]

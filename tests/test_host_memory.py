@@ -83,6 +83,7 @@ def test_a_step_of_ours_makes_its_process_keep_memory(left_alone: list[float]) -
     assert left_alone[1] > 0.9
 
 
+@pytest.mark.verify
 @pytest.mark.usefixtures("left_alone")
 def test_what_the_environment_says_of_memory_stands() -> None:
     kept, shares = shares_new("first", SAID)

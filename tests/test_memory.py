@@ -49,7 +49,6 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 PRODUCT = tuple((name, plan) for name in FAMILIES for plan in PLANS)
 ALWAYS = (
-    ("gpt", "auto-2x4"),
     ("gpt_scan", "zero3"),
     ("mlp_nnx", "auto-2x4"),
     ("two_tower", "data parallel"),

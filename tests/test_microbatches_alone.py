@@ -110,7 +110,7 @@ ALONE = (
     routed_with_capacity,
     normalised_sum,
 )
-DEFAULT = (contrastive, capacity_routed, routed_with_capacity, normalised_sum)
+DEFAULT = (contrastive, capacity_routed, routed_with_capacity)
 
 
 def step_of(loss: Any) -> Any:

@@ -6,6 +6,7 @@ import functools
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -252,6 +253,14 @@ def test_demands_that_cannot_be_met() -> None:
         planned(model, gpus(), offload="activations", stages=2, num_microbatches=1)
 
 
+@pytest.fixture(scope="module")
+def two_stages() -> tuple[autopar.Parallelized, tuple[Any, ...]]:
+    """A step that is planned once, and its arguments."""
+    model = build("mlp_nnx")
+    step = autopar.parallelize(model.train_step, stages=2, num_microbatches=2, cluster=eight_slow_devices())
+    return step, (model.abstract_state(), model.abstract_batch())
+
+
 @pytest.mark.parametrize(
     ("hosted", "message"),
     [
@@ -260,10 +269,10 @@ def test_demands_that_cannot_be_met() -> None:
         ([0], r"value 0 of a stage in the memory of the host, which that stage does not keep"),
     ],
 )
-def test_files_that_make_no_sense(hosted: list[int], message: str, tmp_path: Any) -> None:
-    model = build("mlp_nnx")
-    step = autopar.parallelize(model.train_step, stages=2, num_microbatches=2, cluster=eight_slow_devices())
-    arguments = model.abstract_state(), model.abstract_batch()
+def test_files_that_make_no_sense(
+    hosted: list[int], message: str, two_stages: tuple[autopar.Parallelized, tuple[Any, ...]], tmp_path: Path
+) -> None:
+    step, arguments = two_stages
     step.plan(*arguments).save(tmp_path / "plan.json")
     content = json.loads((tmp_path / "plan.json").read_text())
     content["plan"]["stages"][0]["hosted"] = hosted

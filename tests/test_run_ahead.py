@@ -56,7 +56,9 @@ print(float(losses[-1]), float(said["loss"]))
 """
 
 
-@pytest.mark.parametrize(("stages", "microbatches", "steps"), [(1, 1, 2 * STEPS), (2, 16, 12)])
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "steps"), [(1, 1, 2 * STEPS), pytest.param(2, 16, 12, marks=pytest.mark.verify)]
+)
 def test_steps_that_nobody_waits_for(stages: int, microbatches: int, steps: int) -> None:
     # The pool of XLA:CPU has one thread for each device, as on a machine with few cores.
     environment = os.environ | {"NPROC": "1"}

@@ -168,6 +168,7 @@ def test_one_measured_step_takes_as_long_as_it_took() -> None:
     assert f"{found.speed:.3f}" in calibration_text(found)
 
 
+@pytest.mark.verify
 def test_grids_whose_state_has_no_room_are_not_planned() -> None:
     """The state is whole along data: on one stage without tensor parallelism every device holds all of it."""
     cluster = cluster_of(4)

@@ -113,6 +113,7 @@ def test_the_devices_are_the_users(options: dict[str, Any]) -> None:
         cluster.replace(device_ids=(6, 5, 5))
 
 
+@pytest.mark.verify
 def test_four_of_five_devices_where_nothing_is_cut_by_five(tmp_path: Path) -> None:
     plan = check("mlp_nnx", slow_devices(5))
     assert not plan.is_pipeline and plan.num_devices == 5
@@ -249,6 +250,7 @@ def test_the_faster_kind_gets_more_layers() -> None:
     assert "1 (fast)" in str(found) and "(1 of slow, 1 of fast)" in str(found)
 
 
+@pytest.mark.verify
 def test_each_kind_keeps_its_own_memory() -> None:
     """With so little memory no schedule has room for the same layers."""
     free = {row.kind: row for row in planned(two_kinds()).stages}
