@@ -16,7 +16,8 @@ take its plans, and its executables out of JAX's cache.  Per model:
 for predictions by the machine's profile and, of the same plans, by the plain figures of ``Cluster.local(profile=None)``, and what
 ``auto`` takes, on the mesh that it would take by the profile, over the fastest plan by hand.
 Targets: tau of at least 0.8, regret and ``auto`` over plans by hand of at most 1.05.  Run it alone on the machine.  With
-``--resume`` what was found of a model is appended to a file of JSON lines, and models that the file has are not run again.
+``--resume`` what was found of a model is appended to a file of JSON lines, and models that the file has are not run again,
+by whatever profile they were foretold.
 """
 
 from __future__ import annotations
@@ -63,23 +64,26 @@ MOST_SECONDS = 1800
 
 
 @dataclass(frozen=True)
-class Ranked:
-    """One plan of one model: seconds of a step by the machine's profile, by plain figures, and by the clock."""
+class Foretold:
+    """One plan of one model: seconds of a step by the machine's profile, and by plain figures."""
 
     name: str
     profile_seconds: float
     plain_seconds: float
-    clock_seconds: float
 
 
 @dataclass(frozen=True)
-class Timed:
-    """The same as measured by one process: its seconds in every round."""
+class Timed(Foretold):
+    """The same beside its seconds in every round of one process."""
 
-    name: str
-    profile_seconds: float
-    plain_seconds: float
     round_seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Ranked(Foretold):
+    """The same beside its seconds by the clock."""
+
+    clock_seconds: float
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class ArrayList:
 
     def __init__(self, program: SpmdProgram, platform: str, donated: frozenset[int]) -> None:
         """``donated`` are the positions of inputs that may be written over."""
-        self.program = program
+        self.program, self.platform = program, platform
         self.on_cpu = platform == "cpu"
         self.arrays = Arrays()
         self.at: dict[Buffer, int] = {}

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar import _compat
-from autopar.cluster import Platform
 from autopar.cost_model.array_list import ArrayList
 from autopar.cost_model.computed_arrays import ComputedArrays
 from autopar.cost_model.hosted import bytes_in_flight, has_host_memory
@@ -48,12 +47,12 @@ def arrays_of(
     if scan is not None:
         for buffer in program.inputs[scan[0] :]:
             nodes.at[buffer] = nodes.slice_of(nodes.at[buffer])
-    moved, computed = MovedArrays(nodes, Platform(platform)), ComputedArrays(nodes)
+    moved, computed = MovedArrays(nodes), ComputedArrays(nodes)
     for step in program.steps:
         if isinstance(step, Reshard):
             moved.add(step)
         elif step.bodies:
-            _loop(nodes, step, platform)
+            _loop(nodes, step)
         else:
             computed.add(step)
     arrays = nodes.arrays
@@ -69,22 +68,22 @@ def arrays_of(
     return arrays
 
 
-def _loop(nodes: ArrayList, step: Run, platform: str) -> None:
+def _loop(nodes: ArrayList, step: Run) -> None:
     operator = step.operator
     match operator.primitive:
         case LoopKind.SCAN:
             consts, carries = _compat.scan_arity(operator.equation.params)
             carried = _Carried(consts, consts + carries, consts)
-            _repeat(nodes, step, platform, carried, (consts + carries, carries))
+            _repeat(nodes, step, carried, (consts + carries, carries))
         case LoopKind.WHILE:
             params = operator.equation.params
             skipped = params["cond_nconsts"] + params["body_nconsts"]
-            _repeat(nodes, step, platform, _Carried(skipped, len(step.operands), params["body_nconsts"]))
+            _repeat(nodes, step, _Carried(skipped, len(step.operands), params["body_nconsts"]))
         case _:
-            _branches(nodes, step, platform)
+            _branches(nodes, step)
 
 
-def _repeat(nodes: ArrayList, step: Run, platform: str, carried: _Carried, scan: tuple[int, int] | None = None) -> None:
+def _repeat(nodes: ArrayList, step: Run, carried: _Carried, scan: tuple[int, int] | None = None) -> None:
     """A loop overwrites its carry in place and fills stacked results that exist from the start."""
     operator, body = step.operator, step.bodies[-1]
     cut_before = _cut_before(body) if nodes.on_cpu else {}
@@ -107,12 +106,12 @@ def _repeat(nodes: ArrayList, step: Run, platform: str, carried: _Carried, scan:
         owned.append(nodes.add(Form.KERNEL, (), nodes.bytes_of(buffer), Tenant.LOOP, buffer.value, operator))
     loop = nodes.add(Form.LOOP, (*inputs, *owned[carried.number :]), 0, Tenant.LOOP, -1, operator)
     pairs = tuple((carried.body_start + k, k) for k in range(carried.number))
-    nodes[loop].inner = arrays_of(body, pairs, platform, scan)
+    nodes[loop].inner = arrays_of(body, pairs, nodes.platform, scan)
     for buffer, node in zip(step.results, owned, strict=True):
         nodes.buffer(Form.RENAME, (node, loop), buffer, Tenant.LOOP, operator)
 
 
-def _branches(nodes: ArrayList, step: Run, platform: str) -> None:
+def _branches(nodes: ArrayList, step: Run) -> None:
     operator = step.operator
     inputs = tuple(nodes.at[buffer] for buffer in step.operands if buffer is not None)
     owned = [
@@ -122,7 +121,7 @@ def _branches(nodes: ArrayList, step: Run, platform: str) -> None:
     branches = []
     for body in step.bodies:
         branches.append(nodes.add(Form.LOOP, (*inputs, *owned), 0, Tenant.LOOP, -1, operator))
-        nodes[branches[-1]].inner = arrays_of(body, (), platform)
+        nodes[branches[-1]].inner = arrays_of(body, (), nodes.platform)
     for buffer, node in zip(step.results, owned, strict=True):
         nodes.buffer(Form.RENAME, (node, *branches), buffer, nodes.tenant_of(operator), operator)
 

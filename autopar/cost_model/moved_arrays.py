@@ -21,8 +21,8 @@ from autopar.schedule.spmd import Buffer, Reshard
 class MovedArrays:
     """Adds the nodes of changes of layout to a list."""
 
-    def __init__(self, nodes: ArrayList, platform: Platform) -> None:
-        self._nodes, self._platform = nodes, platform
+    def __init__(self, nodes: ArrayList) -> None:
+        self._nodes, self._platform = nodes, Platform(nodes.platform)
         # XLA:CPU asks only what kind they are.
         self._merged = {} if nodes.on_cpu else merged_values(nodes.program.graph)
         self._turned: dict[int, int] = {}  # a collective's result in another order of dimensions: the collective
