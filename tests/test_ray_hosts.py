@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks.netns import Hosts, Network, RayNodes, why_not
+from benchmarks.netns.hosts import CONTROLS
 
 pytest.importorskip("ray")
 pytestmark = [
@@ -78,6 +79,38 @@ def test_nothing_is_left_behind() -> None:
     assert sleeper.wait(timeout=5) != 0
     assert not folder.exists()
     assert name not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+
+
+_CALLED = """
+import socket, sys
+with socket.create_server((sys.argv[1], 7000)) as server:
+    called, _ = server.accept()
+    print(called.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(bytes(1)).decode())
+"""
+_CALLER = """
+import socket, sys, time
+for wait in [0.1] * 100:
+    time.sleep(wait)
+    try:
+        with socket.create_connection((sys.argv[1], 7000), timeout=5) as calling:
+            print(calling.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(bytes(1)).decode())
+        break
+    except ConnectionRefusedError:
+        pass
+"""
+
+
+@pytest.mark.skipif("cubic" not in CONTROLS.read_text().split(), reason="this kernel does not know cubic")
+def test_hosts_share_a_link_by_linuxs_own_rules(tmp_path: Path) -> None:
+    """Whatever the machine has been told to do, and without telling it otherwise."""
+    before = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text()
+    with Hosts(Network(2, MBIT)) as hosts:
+        address = hosts.address(0)
+        called = hosts.start(0, [sys.executable, "-c", _CALLED, address], log=tmp_path / "called")
+        caller = hosts.start(1, [sys.executable, "-c", _CALLER, address], log=tmp_path / "caller")
+        assert [process.wait(timeout=30) for process in (caller, called)] == [0, 0]
+    assert (tmp_path / "called").read_text() == (tmp_path / "caller").read_text() == "cubic\n"
+    assert Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text() == before
 
 
 def test_what_a_killed_process_left_is_removed() -> None:

@@ -156,6 +156,8 @@ class _Search:
             self._best = self._candidates.planner(self._best.count).refined(self._best)
             self._enough = self._best.step_seconds
         if not self.is_small:
+            if self._best is not None:
+                self._take(self._candidates.planner(self._best.count).nearer(self._best))
             self._split_fastest()
         if self._best is None and self._refusal is not None and self._enough == float("inf"):
             raise self._refusal
@@ -312,6 +314,8 @@ class _Search:
         if found is None:
             self._candidates.learn(grouping, too_large)
             return True
+        if self.is_small:
+            found = planner.nearer(found)
         others = [
             schedule
             for schedule in schedules
@@ -323,7 +327,7 @@ class _Search:
         self._fastest.append(min(candidates, key=lambda one: one.step_seconds))
         if self.is_small:
             fastest = min(one.step_seconds for one in candidates)
-            free_seconds = min(planner.free_seconds(replace(arrangement, schedule=one)) for one in schedules)
+            free_seconds = min(planner.free_seconds(replace(found.arrangement, schedule=one)) for one in schedules)
             self.lacks_memory = self.lacks_memory or free_seconds < fastest
         for candidate in itertools.chain(candidates, self._split(found) if self.is_small else ()):
             self._planned[key] = min(self._planned[key][0], candidate.step_seconds), grouping

@@ -29,12 +29,13 @@ from autopar.inter_op.arranged import Arrangement, PipelineFound, PipelineTask
 from autopar.inter_op.cut import cut
 from autopar.inter_op.hosting import TIMES, HostedByStage, Hosting, are_too_few, by_stage, candidates, cheapest_for
 from autopar.inter_op.looped import constants_of
+from autopar.inter_op.near_meshes import bytes_between_meshes, near_meshes
 from autopar.intra_op.priced import PricedStage, Prices
 from autopar.intra_op.task import Task
 from autopar.plan import Schedule
 from autopar.schedule.orders import OrderFunction, make_order, schedule_name
 from autopar.schedule.pipeline import lower_stage, pipeline_of
-from autopar.schedule.stage_program import Cut, Passing, StageProgram
+from autopar.schedule.stage_program import Cut, StageProgram
 from autopar.wording import bytes_text
 
 FIRST_PRICE_SHARE = 1 / 64
@@ -334,7 +335,25 @@ class StagePlanner:
 
     def under(self, found: PipelineFound, schedule: Schedule | OrderFunction) -> PipelineFound | None:
         """The same stages under another schedule; None where that exceeds the budget."""
-        arrangement = replace(found.arrangement, schedule=schedule)
+        return self._rearranged(found, replace(found.arrangement, schedule=schedule))
+
+    def nearer(self, found: PipelineFound) -> PipelineFound:
+        """The pipeline with other meshes beside each other, where much is sent to a stage that is not the next one and the step
+        is faster so.
+        """
+        sharing, devices = found.arrangement.sharing, found.arrangement.devices
+        meshes = [devices[stages[0]] for stages in sharing]
+        homes = [meshes.index(own) for own in devices]
+        sent_bytes = bytes_between_meshes(found.cut.crossings, homes, found.count)
+        if (near := near_meshes(meshes, sent_bytes, self._task.cluster)) is None:
+            return found
+        arrangement = replace(found.arrangement, devices=tuple(near[home] for home in homes))
+        other = self._rearranged(found, arrangement)
+        return found if other is None or other.step_seconds >= found.step_seconds else other
+
+    def _rearranged(self, found: PipelineFound, arrangement: Arrangement) -> PipelineFound | None:
+        """The same stages under another schedule, or on other devices of like hosts; None where that exceeds the budget."""
+        schedule = arrangement.schedule
         few = lean_count(schedule, found.count, len(arrangement.sharing))
         if few is not None:
             lean = self._simulated(arrangement, found.cut, found.found, few)
@@ -498,7 +517,5 @@ def even_devices(cluster: Cluster, num_stages: int) -> tuple[tuple[int, ...], ..
 
 def bytes_between_stages(found: PipelineFound) -> int:
     """Bytes of all whole arrays that cross between stages in one step."""
-    return sum(
-        crossing.size_bytes * (found.count if crossing.passing is Passing.MICRO else 1)
-        for crossing in found.cut.crossings
-    )
+    stages = range(len(found.arrangement.devices))
+    return sum(bytes_between_meshes(found.cut.crossings, stages, found.count).values())

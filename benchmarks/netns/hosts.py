@@ -36,9 +36,13 @@ _MTU_BYTES = 1500
 _BURST_SECONDS = 1e-3
 _LEAST_BURST_BYTES = 65536  # a packet before it is cut into frames
 _QUEUE = "50ms"
-# The congestion control of Linux unless it is told otherwise, as this machine may have been; a namespace may take
-# what the machine allows to all, and keeps its own where cubic is not among that.
-_CUBIC = "cd /proc/sys/net/ipv4; ! grep -qw cubic tcp_allowed_congestion_control || echo cubic > tcp_congestion_control"
+# The congestion control of Linux unless it is told otherwise, as this machine may have been.  The routes of a namespace may
+# name any that the kernel has; its own setting only what the machine allows to all.
+_CONTROL = "cubic"
+CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+# A network card goes on sending and receiving while processes wait for their ration of processor time, and so does the kernel
+# here, as long as a message has room in it.
+_SOCKET_BYTES = 4 << 20
 _NAMES = "autopar"
 _MADE = re.compile(_NAMES + r"(?P<owner>\d+)(h\d+|sw)")
 _DYING_SECONDS = 5.0
@@ -246,10 +250,19 @@ class Hosts:
             _call("ip", "-n", name, "link", "set", "lo", "mtu", str(_MTU_BYTES), "up")
             _call("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
             _call("ip", "-n", name, "link", "set", "eth0", "mtu", str(_MTU_BYTES), "up")
-            # It leads nowhere: programs find their own address by asking which one they would reach the internet from.
-            _call("ip", "-n", name, "route", "add", "default", "dev", "eth0", "src", self.address(host))
-            _call("ip", "netns", "exec", name, "sh", "-c", _CUBIC)
+            self._add_routes(name, self.address(host))
+            for memory in ("tcp_rmem", "tcp_wmem"):
+                sizes = f"4096 {_SOCKET_BYTES} {4 * _SOCKET_BYTES}"  # least, at first, most
+                _call("ip", "netns", "exec", name, "sh", "-c", f"echo {sizes} > /proc/sys/net/ipv4/{memory}")
             self.set_rate(host, self.network.mbit_per_second)
+
+    def _add_routes(self, name: str, address: str) -> None:
+        control = ["congctl", _CONTROL] if _CONTROL in CONTROLS.read_text().split() else []
+        ways = ["dev", "eth0", "src", address, *control]
+        made_with_address = [f"{self.network.network}.0/24", "proto", "kernel", "scope", "link"]
+        _call("ip", "-n", name, "route", "change", *made_with_address, *ways)
+        # It leads nowhere: programs find their own address by asking which one they would reach the internet from.
+        _call("ip", "-n", name, "route", "add", "default", *ways)
 
 
 def _ended(number: int, frame: object) -> None:
