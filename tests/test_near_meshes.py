@@ -174,6 +174,15 @@ def test_first_and_last_stage_share_a_host_where_they_share_a_table(
     assert plan.step_seconds < 0.8 * as_usual.step_seconds
 
 
+def test_an_explanation_says_why() -> None:
+    model = tied()
+    for stages, said in ((4, ["Stages 1 and 4 lie on one host: the 64.0 KiB"]), ([[0], [1], [2], [3]], [])):
+        step, _ = planned(model, stages)
+        notes = autopar.explain(step, model.abstract_state(), model.abstract_batch()).notes
+        found = [note for note in notes if "lie on one host" in note]
+        assert len(found) == len(said) and all(note.startswith(one) for note, one in zip(found, said, strict=True))
+
+
 def test_it_computes_the_same() -> None:
     model = tied()
     with jax.enable_x64(True):

@@ -17,7 +17,7 @@ from autopar.explain.data import Leaf, LeafKind, Measured, MemoryUse, MethodTota
 from autopar.explain.explanation import Explanation
 from autopar.explain.layouts import leaves_of, parameter_groups, parameters_of, undivided
 from autopar.explain.pipeline import PipelineExplanation, StageRow
-from autopar.explain.stages import leaves_on_stages, passage_rows, stage_rows, timeline_rows
+from autopar.explain.stages import leaves_on_stages, passage_rows, shared_host_notes, stage_rows, timeline_rows
 from autopar.explain.verdict import pipeline_verdict, verdict_text
 from autopar.explain.words import seconds_text
 from autopar.explain.work import collective_groups, communication_of, operator_uses, wasted_seconds
@@ -173,6 +173,7 @@ def _pipeline_explanation(case: _Case) -> PipelineExplanation:
     budget = max(stages, key=lambda row: row.peak_bytes / row.budget_bytes).budget_bytes
     steps = case.ran.step_seconds if case.ran is not None else []
     positions = range(len(leaves))
+    passages = passage_rows(account, subject.program.in_paths, case.cluster)
     return PipelineExplanation(
         function=case.step.__name__,
         cluster=case.cluster.name,
@@ -185,7 +186,7 @@ def _pipeline_explanation(case: _Case) -> PipelineExplanation:
         microbatch_size=(subject.roles.batch_size or 0) // plan.num_microbatches,
         bubble_fraction=bubble_fraction(account.whole.pipeline.order),
         stages=stages,
-        passages=passage_rows(account, subject.program.in_paths, case.cluster),
+        passages=passages,
         timeline=timeline_rows(account),
         step_seconds=account.simulation.step_seconds,
         measured_seconds=statistics.median(steps) if steps else None,
@@ -196,7 +197,7 @@ def _pipeline_explanation(case: _Case) -> PipelineExplanation:
         methods=tuple(_opponent(case, name) for name in case.step.opponents),
         alternatives=_alternatives(single),
         solver=plan.solver,
-        notes=_pipeline_notes(case, stages),
+        notes=(*shared_host_notes(stages, passages, case.cluster), *_pipeline_notes(case, stages)),
     )
 
 

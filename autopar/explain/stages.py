@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,12 +12,13 @@ from autopar.cost_model.transfers import Direction, Level, link_loads, transfer_
 from autopar.explain.data import Leaf
 from autopar.explain.layouts import kinds_of_inputs, layouts_in_use, leaf_at
 from autopar.explain.pipeline import PassageRow, Sent, Span, StageRow, TimelineRow, Work
+from autopar.explain.words import seconds_text
 from autopar.plan import Layout, Stage
 from autopar.schedule.instructions import Part
 from autopar.schedule.orders import in_flight
 from autopar.schedule.pipeline import Pipeline
 from autopar.schedule.stage_program import Crossing, Passing
-from autopar.wording import array_text, source_text
+from autopar.wording import array_text, bytes_text, source_text
 
 if TYPE_CHECKING:
     from autopar.cluster import Cluster
@@ -33,6 +34,9 @@ _WORK = {
     Part.AFTER: Work.ONCE,
     Part.MOVE: Work.MOVE,
 }
+
+MOST_SHARED = 2
+"""Of so many pairs of stages it is said that they lie on one host."""
 
 # ---------------------------------------------------------------------------------------------------------------- stages
 
@@ -163,6 +167,27 @@ def _maker(pipeline: Pipeline, crossing: Crossing) -> Operator | None:
 
 
 # -------------------------------------------------------------------------------------------------------------- timeline
+
+
+def shared_host_notes(stages: Sequence[StageRow], passages: Sequence[PassageRow], cluster: Cluster) -> tuple[str, ...]:
+    """Why stages do not follow each other along the hosts, where they do not: which of them are far apart, on one host."""
+    per_host = cluster.devices_per_host
+    hosts = [row.devices[0] // per_host for row in stages]
+    if hosts == sorted(hosts) or len({row.devices for row in stages}) < len(stages):
+        return ()
+    sent_bytes: Counter[tuple[int, int]] = Counter()
+    for row in passages:
+        first, second = sorted((row.source, row.target))
+        if second - first > 1 and hosts[first - 1] == hosts[second - 1]:
+            sent_bytes[first, second] += row.bytes_per_step
+    texts = []
+    for (first, second), size_bytes in sent_bytes.most_common(MOST_SHARED):
+        seconds = seconds_text(size_bytes / cluster.network_link.bytes_per_second)
+        texts.append(
+            f"Stages {first} and {second} lie on one host: the {bytes_text(size_bytes)} that they send each other in a step "
+            f"would take {seconds} between hosts."
+        )
+    return tuple(texts)
 
 
 def timeline_rows(account: PipelineAccount) -> tuple[TimelineRow, ...]:
