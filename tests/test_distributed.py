@@ -217,6 +217,7 @@ PLANS = {
     "gpipe": {"stages": 2, "schedule": "gpipe", "num_microbatches": 2},
     "two meshes in each process": {"method": "inter_op", "num_microbatches": 4},
     "meshes across processes": {"stages": [[0, 2], [1, 3]], "num_microbatches": 2},
+    "first and last stage in one process": {"stages": [[0], [2], [3], [1]], "num_microbatches": 4, "schedule": "zb_h1"},
     "stages dealt round": {"stages": 4, "stages_per_mesh": 2, "num_microbatches": 4},
     "residuals on the hosts": {
         "stages": [[0, 2], [1, 3]],
