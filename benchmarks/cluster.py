@@ -20,7 +20,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -36,9 +35,10 @@ from rich.table import Table
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.plan import Plan
-from benchmarks.netns import Hosts, Network, why_not
+from benchmarks.netns import Hosts, why_not
 from benchmarks.netns.cases import CASES, LARGER, model_of
-from benchmarks.netns.testbed import DEVICES, HOSTS, ROOT, Figures, Plain, described, set_rates, testbed
+from benchmarks.netns.inside import add_arguments, rows_from_inside, say_rows
+from benchmarks.netns.testbed import DEVICES, HOSTS, Figures, Plain, described, set_rates, testbed
 from benchmarks.ranking import tau_text, verdict
 
 METHODS = ("auto", "data_parallel", "zero2", "zero3", "tensor_parallel", "inter_op")
@@ -193,16 +193,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--no-plain", action="store_true", help="leave plain JAX out")
     parser.add_argument("--rows", type=Path, help="write all figures to this file")
-    parser.add_argument(
-        "--figures", type=Path, help="a folder for what is measured of hosts and links; what is there is not again"
-    )
-    parser.add_argument("--inside", nargs=2, metavar=("PREFIX", "SAID"), help=argparse.SUPPRESS)
+    add_arguments(parser)
     told = parser.parse_args()
     if told.inside is not None:
-        prefix, said = told.inside
-        hosts = Hosts(Network(HOSTS, 0, prefix=prefix))
-        rows = drive(hosts, told.models[0], Figures(told.figures, tuple(told.mbit)), told.steps)
-        Path(said).write_text(json.dumps([asdict(row) for row in rows]))
+        figures = Figures(told.figures, tuple(told.mbit))
+        say_rows(told.inside, lambda hosts: drive(hosts, told.models[0], figures, told.steps))
         return
     if reason := why_not():
         print(f"no hosts can be emulated here: {reason}")
@@ -230,7 +225,7 @@ def measured(models: Sequence[str], figures: Figures, steps: int, plain_ways: Ma
     """All models, one after the other, on one cluster."""
     rows: list[Row] = []
     with testbed(max(figures.rates)) as nodes:
-        plain, said = Plain(nodes), figures.folder / "said.json"
+        plain = Plain(nodes)
         figures.measure(nodes)
         for name in models:
             for mbit in figures.rates:
@@ -240,11 +235,8 @@ def measured(models: Sequence[str], figures: Figures, steps: int, plain_ways: Ma
                     clock = statistics.median(one["seconds"][WARM_STEPS:])
                     rows.append(Row(name, mbit, label, f"{HOSTS * DEVICES}", float("nan"), clock, one["losses"][-1]))
                     print(rows[-1], flush=True)
-            command = [sys.executable, "-m", "benchmarks.cluster", "--models", name, "--steps", str(steps)]
-            command += ["--mbit", *map(str, figures.rates), "--figures", str(figures.folder)]
-            if nodes.run([*command, "--inside", nodes.hosts.prefix, str(said)], {"PYTHONPATH": ROOT}):
-                raise SystemExit(1)
-            rows += [Row(**row) for row in json.loads(said.read_text())]
+            options = ["--models", name, "--steps", str(steps), "--mbit", *map(str, figures.rates)]
+            rows += [Row(**row) for row in rows_from_inside(nodes, figures, "benchmarks.cluster", options)]
     return rows
 
 

@@ -14,13 +14,11 @@ Prints a row for every schedule; wanted are shares that differ by 10 points at m
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +27,10 @@ from rich.table import Table
 
 from autopar.cluster import Cluster
 from benchmarks.cluster import WARM_STEPS
-from benchmarks.netns import Hosts, Network, why_not
+from benchmarks.netns import Hosts, why_not
 from benchmarks.netns.cases import CASES, model_of
-from benchmarks.netns.testbed import DEVICES, HOSTS, ROOT, Figures, described, set_rates, testbed
+from benchmarks.netns.inside import add_arguments, rows_from_inside, say_rows
+from benchmarks.netns.testbed import DEVICES, HOSTS, Figures, described, set_rates, testbed
 
 STAGES = [[DEVICES * host + device for device in range(DEVICES)] for host in range(HOSTS)]
 SCHEDULES = ("gpipe", "1f1b", "eager_1f1b")
@@ -126,29 +125,20 @@ def main() -> None:
     parser.add_argument("--model", default="gpt 14M", choices=list(CASES))
     parser.add_argument("--mbit", type=int, default=200)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument(
-        "--figures", type=Path, help="a folder for what is measured of hosts and links; what is there is not again"
-    )
-    parser.add_argument("--inside", nargs=2, metavar=("PREFIX", "SAID"), help=argparse.SUPPRESS)
+    add_arguments(parser)
     told = parser.parse_args()
     rates = told.mbit, FAST * told.mbit
     if told.inside is not None:
-        prefix, said = told.inside
-        hosts = Hosts(Network(HOSTS, 0, prefix=prefix))
-        rows = drive(hosts, told.model, told.mbit, Figures(told.figures, rates), told.steps)
-        Path(said).write_text(json.dumps([asdict(row) for row in rows]))
+        figures = Figures(told.figures, rates)
+        say_rows(told.inside, lambda hosts: drive(hosts, told.model, told.mbit, figures, told.steps))
         return
     if reason := why_not():
         raise SystemExit(f"no hosts can be emulated here: {reason}")
     with testbed(told.mbit) as nodes, tempfile.TemporaryDirectory() as folder:
         figures = Figures((told.figures or Path(folder)).resolve(), rates)
         figures.measure(nodes, "--quick")  # no collective of these stages spans hosts
-        said = figures.folder / "said.json"
-        command = [sys.executable, "-m", "benchmarks.hidden", "--model", told.model, "--steps", str(told.steps)]
-        command += ["--mbit", str(told.mbit), "--figures", str(figures.folder)]
-        if nodes.run([*command, "--inside", nodes.hosts.prefix, str(said)], {"PYTHONPATH": ROOT}):
-            raise SystemExit(1)
-        rows = [Row(**row) for row in json.loads(said.read_text())]
+        options = ["--model", told.model, "--steps", str(told.steps), "--mbit", str(told.mbit)]
+        rows = [Row(**row) for row in rows_from_inside(nodes, figures, "benchmarks.hidden", options)]
     title = f"{told.model}, 4 stages on 4 hosts, {MICROBATCHES} microbatches, {told.mbit} Mbit/s"
     Console(width=130).print(table(title, rows))
 

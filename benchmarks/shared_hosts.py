@@ -11,13 +11,11 @@ nothing to compare.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -29,9 +27,10 @@ from autopar.cluster import Cluster
 from autopar.plan import Plan
 from benchmarks.cluster import WARM_STEPS
 from benchmarks.models import Model
-from benchmarks.netns import Hosts, Network, why_not
+from benchmarks.netns import Hosts, why_not
 from benchmarks.netns.cases import CASES, model_of
-from benchmarks.netns.testbed import DEVICES, HOSTS, ROOT, Figures, described, set_rates, testbed
+from benchmarks.netns.inside import add_arguments, rows_from_inside, say_rows
+from benchmarks.netns.testbed import DEVICES, HOSTS, Figures, described, set_rates, testbed
 
 
 @dataclass(frozen=True)
@@ -112,28 +111,28 @@ def main() -> None:
     parser.add_argument("--mbit", type=int, default=200)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument(
-        "--figures", type=Path, help="a folder for what is measured of hosts and links; what is there is not again"
-    )
-    parser.add_argument("--inside", nargs=2, metavar=("PREFIX", "SAID"), help=argparse.SUPPRESS)
+    add_arguments(parser)
     told = parser.parse_args()
     if told.inside is not None:
-        prefix, said = told.inside
-        hosts = Hosts(Network(HOSTS, 0, prefix=prefix))
-        found = drive(hosts, told.model, Figures(told.figures, (told.mbit,)), told.steps, told.turns)
-        Path(said).write_text(json.dumps([asdict(row) for row in found]))
+        figures = Figures(told.figures, (told.mbit,))
+        say_rows(told.inside, lambda hosts: drive(hosts, told.model, figures, told.steps, told.turns))
         return
     if reason := why_not():
         raise SystemExit(f"no hosts can be emulated here: {reason}")
     with testbed(told.mbit) as nodes, tempfile.TemporaryDirectory() as folder:
         figures = Figures((told.figures or Path(folder)).resolve(), (told.mbit,))
         figures.measure(nodes)
-        said = figures.folder / "said.json"
-        command = [sys.executable, "-m", "benchmarks.shared_hosts", "--model", told.model, "--mbit", str(told.mbit)]
-        command += ["--steps", str(told.steps), "--turns", str(told.turns), "--figures", str(figures.folder)]
-        if nodes.run([*command, "--inside", nodes.hosts.prefix, str(said)], {"PYTHONPATH": ROOT}):
-            raise SystemExit(1)
-        rows = [Row(**row) for row in json.loads(said.read_text())]
+        options = [
+            "--model",
+            told.model,
+            "--mbit",
+            str(told.mbit),
+            "--steps",
+            str(told.steps),
+            "--turns",
+            str(told.turns),
+        ]
+        rows = [Row(**row) for row in rows_from_inside(nodes, figures, "benchmarks.shared_hosts", options)]
     Console(width=130).print(table(f"{told.model}, {told.mbit} Mbit/s, {HOSTS} hosts of {DEVICES} devices", rows))
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import autopar
 from autopar.inter_op import arranged
 from autopar.inter_op.near_meshes import WORTH_SHARE, Pair, near_meshes
+from autopar.inter_op.sites import placed
 from autopar.plan import Plan, Schedule
 from benchmarks.models import Model
 from tests.pipeline_enumerator import cluster_of, with_faster
@@ -40,17 +41,6 @@ def meshes_that_send(draw: st.DrawFn) -> tuple[int, int, list[int], dict[Pair, i
     return hosts, per_host, sizes, sent
 
 
-def in_order(sizes: list[int], per_host: int) -> list[tuple[int, ...]]:
-    """Every mesh as near to the first device as it fits."""
-    found, start = [], 0
-    for size in sizes:
-        if start % per_host + size > per_host:
-            start += per_host - start % per_host
-        found.append(tuple(range(start, start + size)))
-        start += size
-    return found
-
-
 def ways(sizes: list[int], hosts: int, per_host: int) -> Iterator[tuple[int, ...]]:
     """All ways to deal meshes out to hosts."""
     for where in itertools.product(range(hosts), repeat=len(sizes)):
@@ -71,8 +61,10 @@ def test_meshes_lie_on_hosts_and_no_two_of_them_should_change_places(
     case: tuple[int, int, list[int], dict[Pair, int]],
 ) -> None:
     hosts, per_host, sizes, sent = case
-    now = in_order(sizes, per_host)
-    found = near_meshes(now, sent, cluster_of(hosts, per_host, network=SLOW)) if sizes else None
+    cluster = cluster_of(hosts, per_host, network=SLOW)
+    now = placed(sizes, cluster)
+    assert now is not None
+    found = near_meshes(now, sent, cluster) if sizes else None
     if found is None:
         return
     assert [len(mesh) for mesh in found] == sizes

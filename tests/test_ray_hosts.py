@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks.netns import Hosts, Network, RayNodes, why_not
-from benchmarks.netns.hosts import CONTROLS
+from benchmarks.netns.hosts import knows_cubic
 
 pytest.importorskip("ray")
 pytestmark = [
@@ -100,7 +100,7 @@ for wait in [0.1] * 100:
 """
 
 
-@pytest.mark.skipif("cubic" not in CONTROLS.read_text().split(), reason="this kernel does not know cubic")
+@pytest.mark.skipif(not knows_cubic(), reason="this kernel does not know cubic")
 def test_hosts_share_a_link_by_linuxs_own_rules(tmp_path: Path) -> None:
     """Whatever the machine has been told to do, and without telling it otherwise."""
     before = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text()

@@ -166,9 +166,6 @@ def _maker(pipeline: Pipeline, crossing: Crossing) -> Operator | None:
     return next((operator for operator, _ in source.graph.all_operators() if value in operator.results), None)
 
 
-# -------------------------------------------------------------------------------------------------------------- timeline
-
-
 def shared_host_notes(stages: Sequence[StageRow], passages: Sequence[PassageRow], cluster: Cluster) -> tuple[str, ...]:
     """Why stages do not follow each other along the hosts, where they do not: which of them are far apart, on one host."""
     per_host = cluster.devices_per_host
@@ -188,6 +185,9 @@ def shared_host_notes(stages: Sequence[StageRow], passages: Sequence[PassageRow]
             f"would take {seconds} between hosts."
         )
     return tuple(texts)
+
+
+# -------------------------------------------------------------------------------------------------------------- timeline
 
 
 def timeline_rows(account: PipelineAccount) -> tuple[TimelineRow, ...]:

@@ -39,10 +39,11 @@ _QUEUE = "50ms"
 # The congestion control of Linux unless it is told otherwise, as this machine may have been.  The routes of a namespace may
 # name any that the kernel has; its own setting only what the machine allows to all.
 _CONTROL = "cubic"
-CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+_CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 # A network card goes on sending and receiving while processes wait for their ration of processor time, and so does the kernel
 # here, as long as a message has room in it.
 _SOCKET_BYTES = 4 << 20
+_IF_WRITABLE = 'test ! -w "$1" || echo "$2" > "$1"'  # which a container may not allow
 _NAMES = "autopar"
 _MADE = re.compile(_NAMES + r"(?P<owner>\d+)(h\d+|sw)")
 _DYING_SECONDS = 5.0
@@ -80,6 +81,11 @@ def why_not() -> str:
             return f"there is no `{tool}` (package {package})"
     tried = subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False)
     return "" if tried.returncode == 0 else f"no namespace can be made: {tried.stderr.decode().strip()}"
+
+
+def knows_cubic() -> bool:
+    """Whether the kernel has Linux's own congestion control."""
+    return _CONTROLS.exists() and _CONTROL in _CONTROLS.read_text().split()
 
 
 class Hosts:
@@ -253,11 +259,13 @@ class Hosts:
             self._add_routes(name, self.address(host))
             for memory in ("tcp_rmem", "tcp_wmem"):
                 sizes = f"4096 {_SOCKET_BYTES} {4 * _SOCKET_BYTES}"  # least, at first, most
-                _call("ip", "netns", "exec", name, "sh", "-c", f"echo {sizes} > /proc/sys/net/ipv4/{memory}")
+                _call(
+                    "ip", "netns", "exec", name, "sh", "-c", _IF_WRITABLE, "sh", f"/proc/sys/net/ipv4/{memory}", sizes
+                )
             self.set_rate(host, self.network.mbit_per_second)
 
     def _add_routes(self, name: str, address: str) -> None:
-        control = ["congctl", _CONTROL] if _CONTROL in CONTROLS.read_text().split() else []
+        control = ["congctl", _CONTROL] if knows_cubic() else []
         ways = ["dev", "eth0", "src", address, *control]
         made_with_address = [f"{self.network.network}.0/24", "proto", "kernel", "scope", "link"]
         _call("ip", "-n", name, "route", "change", *made_with_address, *ways)
