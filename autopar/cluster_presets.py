@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cluster import Cluster, DeviceKind, Link, Platform
-from autopar.cores import usable_cores
+from autopar.cores import spare_threads, usable_cores
 from autopar.errors import ClusterError
 from autopar.profile import Profile
 from autopar.profile_file import find_profile
@@ -391,7 +391,8 @@ def local_cluster(devices: Sequence[Any] | None = None, profile: Profile | str |
 
     ids: tuple[int, ...] = ()
     if devices is None:
-        devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+        with spare_threads():
+            devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     else:
         devices = _as_devices(devices)
         if [one.id for one in devices] != [one.id for one in jax.devices()][: len(devices)]:

@@ -3,24 +3,38 @@
 A control group of Linux (a container with a limit, a pod of Kubernetes) may compute for q seconds in every period of p seconds:
 its quota is q / p cores.  All its threads stop when the q seconds are spent, so that short work runs at the speed of whole cores
 and long work at that of the quota.  The smallest quota of a process's group and of those around it holds.
+
+Threads of XLA:CPU wait for each other, so there must be more than cores, or even devices.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 _GROUPS = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
 
+SPARE_THREADS = 2
+"""Four or more make steps slower, a Wide-ResNet's on eight devices and two cores by a tenth."""
+_THREADS = "NPROC"
+"""The variable by which XLA:CPU is told how many threads to start."""
+_DEVICES = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
+
 
 def usable_cores() -> float:
     """Cores that this process may run on, or the quota of its control groups if that is less."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = quota_cores()
+    cores, quota = _own_cores(), quota_cores()
     return float(cores) if quota is None else min(float(cores), quota)
+
+
+def _own_cores() -> int:
+    """Cores that this process may run on, whatever it may compute there."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def threads_of_xla(devices: int) -> int:
@@ -30,6 +44,34 @@ def threads_of_xla(devices: int) -> int:
     twice the devices, the others are too few for a collective.
     """
     return max(4, 2 * devices, math.ceil(usable_cores()))
+
+
+@contextmanager
+def spare_threads() -> Iterator[None]:
+    """While JAX looks for devices: if XLA:CPU starts now, it starts :data:`SPARE_THREADS` more than there are devices.
+
+    By itself it starts one for each device where the cores are fewer.  A device that comes to two collectives, neither of which
+    waits for the other, takes two; where the last device then finds none, nobody goes on, and after 40 seconds XLA ends the
+    process.  What the environment says of ``NPROC`` stands, and is afterwards what it was.
+    """
+    devices = _asked_devices()
+    if _THREADS in os.environ or devices < 2:
+        yield
+        return
+    os.environ[_THREADS] = str(max(devices + SPARE_THREADS, _own_cores()))
+    try:
+        yield
+    finally:
+        del os.environ[_THREADS]
+
+
+def _asked_devices() -> int:
+    """How many devices JAX will find on CPU, if it has not looked yet."""
+    import jax
+
+    asked: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+    flags = _DEVICES.findall(os.environ.get("XLA_FLAGS", ""))
+    return asked if asked > 0 else int(flags[-1]) if flags else 1
 
 
 def quota_cores(groups: Path = _GROUPS, own: Path = _OWN) -> float | None:

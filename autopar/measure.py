@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.bench import CHAIN, SPEC, Bench
 from autopar.cluster import Cluster, Platform
-from autopar.cores import quota_cores
+from autopar.cores import quota_cores, spare_threads
 from autopar.curves import Curve
 from autopar.efforts import FULL, Effort
 from autopar.errors import ClusterError
@@ -66,7 +66,9 @@ def measure(effort: Effort = FULL, say: Callable[[str], None] = lambda message: 
     Raises ``ClusterError`` in a program of several processes, whose devices cannot be told apart in one clock.
     """
     keep_freed_memory()  # as where steps run; before JAX starts threads that share no memory
-    if jax.process_count() > 1:
+    with spare_threads():
+        processes = jax.process_count()
+    if processes > 1:
         raise ClusterError("a profile is of the devices of one host; measure in a program of one process")
     devices = jax.devices()
     cluster = Cluster.local(devices, profile=None)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from autopar.cores import quota_cores, threads_of_xla, usable_cores
+from autopar.cores import SPARE_THREADS, quota_cores, threads_of_xla, usable_cores
 from benchmarks.netns.cores import why_no_quota
 from benchmarks.netns.hosts import Hosts, Network, why_not
 
@@ -21,6 +23,18 @@ while time.perf_counter() - started < 1.0:
     pass
 print(json.dumps([usable_cores(), (time.process_time() - computed) / (time.perf_counter() - started)]))
 """
+
+START = """
+import os, pathlib
+{before}
+from autopar.cluster import Cluster
+assert Cluster.local(profile=None).num_devices == 8
+names = [path.read_text() for path in pathlib.Path("/proc/self/task").glob("*/comm")]
+print(sum("XLAEigen" in name for name in names), os.environ.get("NPROC"))
+"""
+"""Says how many threads XLA:CPU has for its work, and what the environment says of them."""
+WITH_SPARE = max(8 + SPARE_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0)
+FLAG = "--xla_force_host_platform_device_count=8"
 
 
 def write(root: Path, files: dict[str, str]) -> None:
@@ -85,3 +99,28 @@ def test_xla_has_threads_for_collectives_on_all_devices_and_for_all_cores(monkey
     for cores, wanted in ((0.4, [4, 4, 16]), (6.5, [7, 7, 16])):
         monkeypatch.setattr("autopar.cores.usable_cores", lambda cores=cores: cores)
         assert [threads_of_xla(devices) for devices in (1, 2, 8)] == wanted
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads are counted in /proc")
+@pytest.mark.parametrize(
+    ("before", "environment", "said"),
+    [
+        ("", {"XLA_FLAGS": FLAG}, f"{WITH_SPARE} None"),
+        ("import jax; jax.config.update('jax_num_cpu_devices', 8)", {}, f"{WITH_SPARE} None"),
+        ("", {"XLA_FLAGS": FLAG, "NPROC": "9"}, "9 9"),
+    ],
+    ids=["devices by the environment", "devices by JAX", "threads by the environment"],
+)
+def test_xla_starts_spare_threads_for_who_asks_for_the_local_cluster(
+    before: str, environment: dict[str, str], said: str
+) -> None:
+    bare = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
+    found = subprocess.run(
+        [sys.executable, "-c", START.format(before=before)],
+        env={**bare, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert found.stdout.strip() == said

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import autopar
+from autopar import _compat
 from autopar.errors import BudgetError, PlanError
 from autopar.graph.build import build_graph
 from autopar.graph.roles import Role, infer_roles
@@ -752,3 +753,26 @@ def test_what_a_barrier_guards_of_weights_is_made_once() -> None:
         assert not [o for o in narrowed if o.equation.outvars[0].aval.dtype == jnp.float32]
         guards = [o for o in loop.bodies[0].operators if o.primitive == "optimization_barrier"]
         assert guards and all(v.aval.shape[:1] == (BATCH // 4,) for o in guards for v in o.equation.outvars)
+
+
+def test_gradients_are_scaled_once() -> None:
+    """Plain gradient descent, p − 0.1·g, adds up g over the microbatches, and so does a mean the losses."""
+
+    def step(state: Any, batch: Any) -> Any:
+        value, gradients = jax.value_and_grad(with_tied_weights)(state, batch)
+        return jax.tree.map(lambda w, g: w - 0.1 * (-g / 4.0), state, gradients), value * 8.0
+
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        state, batch = parameters(rng), examples(rng)
+        program = trace(step, (state, batch))
+        roles, graph = infer_roles(program), build_graph(program.jaxpr, platform="cpu")
+        rows = roles.leaves(Role.BATCH)
+        looped = accumulated(program, examples_of(graph, rows, roles.leaves(Role.STATE), 4), rows)
+        cut = build_graph(looped.jaxpr, platform="cpu")
+        (loop,) = (o for o in cut.operators if o.primitive == "scan")
+        scales = [o.primitive for o in cut.operators if o.primitive in ("mul", "neg")]
+        assert sorted(scales) == ["mul"] * (len(state) + 1) + ["neg"] * len(state)
+        inside = [atom for o in loop.bodies[0].operators for atom in o.equation.invars if o.primitive in ("mul", "div")]
+        literals = {float(atom.val) for atom in inside if isinstance(atom, _compat.Literal)}
+        assert literals.isdisjoint((0.1, 4.0, 8.0))

@@ -10,6 +10,9 @@ which computes the same numbers (up to the order of the additions): shapes that 
 microbatch, constants (the 1/N of a mean) stay what they are, random numbers are those of the whole batch's draw.  The loop is
 an ordinary ``scan``, so the planner prices and shards it like any other; accumulators may stay partial on devices.
 
+A sum that is only scaled further is added up as it is and scaled once, Σ c·vⱼ = c·Σ vⱼ: what plain gradient descent does with
+the gradients.  So they stay sums of what a pipeline's stages give to a tied weight, which stages add up each for itself.
+
 What a barrier of rematerialisation guards is recomputed in the loop as far as it belongs to a microbatch.  The rest, weights in
 a narrow type say, is made once before the loop and kept, for the forward passes read it all along.
 
@@ -38,6 +41,8 @@ from autopar.plan import Axes
 from autopar.schedule.local_ops import run_local
 
 CAST = "convert_element_type"
+SCALES = frozenset(("mul", "div", "neg"))
+"""Of a sum, these give the same sum in other units: what else they take is no sum, and so a literal."""
 
 
 def accumulated(
@@ -307,7 +312,7 @@ class Parts:
 
     def __init__(self, level: Level, early: frozenset[int], accumulator: AccumulatorDtype) -> None:
         graph = level.graph
-        inside = [o for o in graph.operators if o.id not in early and o.id in level.strategies]
+        inside = _without_scaling([o for o in graph.operators if o.id not in early and o.id in level.strategies], level)
         self.inside = _with_regrown(level, inside)
         running = {operator.id for operator in inside}
         self.same = {
@@ -363,6 +368,18 @@ class Parts:
             if is_again:
                 again.update(operator.results)
         return left
+
+
+def _without_scaling(inside: Sequence[Operator], level: Level) -> list[Operator]:
+    """Without what scales sums, unless a microbatch goes on with them."""
+    left, read = [], set[int]()
+    for operator in reversed(inside):
+        is_sum = any(level.forms[result].partial for result in operator.results)
+        if is_sum and operator.primitive in SCALES and read.isdisjoint(operator.results):
+            continue
+        left.append(operator)
+        read.update(value for value in operator.operands if value is not None)
+    return left[::-1]
 
 
 def _added_for(

@@ -296,44 +296,62 @@ class _Search:
         if key in self._planned or not (schedules := self._candidates.schedules(grouping)):
             return True
         self._planned[key] = float("inf"), grouping
-        first, *others = schedules
-        arrangement = self._candidates.arranged(grouping, first)
+        arrangement = self._candidates.arranged(grouping, schedules[0])
         if arrangement is None:
             return True
         planner, give_up_seconds = self._candidates.planner(grouping.count), float("inf")
+        in_turn: Sequence[Schedule | OrderFunction] = schedules
         if self._candidates.task_of(grouping.count).is_large:
-            is_dealt = grouping.homes is not None and self._best is not None
-            # What is given up is returned as it is, so it must not be faster than the best: it may exceed the budget.
-            give_up_seconds = (1.0 if is_dealt else GIVE_UP) * self._enough
-            least_seconds = planner.bound_seconds(arrangement)
-            if least_seconds >= ((1 - LARGE_WORTH_SHARE) * self._enough if is_dealt else give_up_seconds):
+            give_up_seconds = self._give_up_seconds(grouping)
+            if not self._may_win(grouping, least_seconds := planner.bound_seconds(arrangement)):
                 return False
             self._least_seconds = min(self._least_seconds, least_seconds)
-            first, *others = planner.fastest_first(arrangement, schedules)
-        found, too_large = self._first_within_budget(planner, arrangement, (first, *others), give_up_seconds)
+            in_turn = planner.fastest_first(arrangement, schedules)
+        found, too_large = self._first_within_budget(planner, arrangement, in_turn, give_up_seconds)
         if found is None:
             self._candidates.learn(grouping, too_large)
             return True
         if self.is_small:
             found = planner.nearer(found)
-        others = [
-            schedule
-            for schedule in schedules
-            if schedule is not found.arrangement.schedule and planner.may_be_faster(found, schedule)
-        ]
-        enough = min(self._enough, found.step_seconds)
-        under = [planner.leanest_under(found, schedule, enough) for schedule in others]
-        candidates = [found, *(one for one in under if one is not None)]
-        self._fastest.append(min(candidates, key=lambda one: one.step_seconds))
-        if self.is_small:
-            fastest = min(one.step_seconds for one in candidates)
-            free_seconds = min(planner.free_seconds(replace(found.arrangement, schedule=one)) for one in schedules)
-            self.lacks_memory = self.lacks_memory or free_seconds < fastest
-        for candidate in itertools.chain(candidates, self._split(found) if self.is_small else ()):
+        whole = self._under_all(planner, found, schedules)
+        self._fastest.append(min(whole, key=lambda one: one.step_seconds))
+        for candidate in itertools.chain(whole, self._split(found) if self.is_small else ()):
             self._planned[key] = min(self._planned[key][0], candidate.step_seconds), grouping
             if self._take(candidate):
                 self._grouping = grouping
         return True
+
+    def _give_up_seconds(self, grouping: Grouping) -> float:
+        """Stages of a large program that are as slow as this are not lowered.
+
+        What is given up is returned as it is, so it must not be faster than the best: it may exceed the budget.
+        """
+        return (1.0 if self._is_dealt_behind(grouping) else GIVE_UP) * self._enough
+
+    def _may_win(self, grouping: Grouping, least_seconds: float) -> bool:
+        """Whether a grouping of a large program may be worth planning, of whose step integer programs say ``least_seconds``."""
+        if self._is_dealt_behind(grouping):
+            return least_seconds < (1 - LARGE_WORTH_SHARE) * self._enough
+        return least_seconds < self._give_up_seconds(grouping)
+
+    def _is_dealt_behind(self, grouping: Grouping) -> bool:
+        """Whether its stages are dealt round, and there is a pipeline already that this must beat."""
+        return grouping.homes is not None and self._best is not None
+
+    def _under_all(
+        self, planner: StagePlanner, found: PipelineFound, schedules: Sequence[Schedule | OrderFunction]
+    ) -> list[PipelineFound]:
+        """A pipeline, and the same under each of the other schedules under which it may be faster and keeps the budget."""
+        enough = min(self._enough, found.step_seconds)
+        others = (
+            one for one in schedules if one is not found.arrangement.schedule and planner.may_be_faster(found, one)
+        )
+        under = [planner.leanest_under(found, schedule, enough) for schedule in others]
+        whole = [found, *(one for one in under if one is not None)]
+        if self.is_small:
+            free_seconds = min(planner.free_seconds(replace(found.arrangement, schedule=one)) for one in schedules)
+            self.lacks_memory = self.lacks_memory or free_seconds < min(one.step_seconds for one in whole)
+        return whole
 
     def _first_within_budget(
         self,
