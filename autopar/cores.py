@@ -21,9 +21,10 @@ _OWN = Path("/proc/self/cgroup")
 
 SPARE_THREADS = 2
 """Four or more make steps slower, a Wide-ResNet's on eight devices and two cores by a tenth."""
-_THREADS = "NPROC"
+THREADS_VARIABLE = "NPROC"
 """The variable by which XLA:CPU is told how many threads to start."""
-_DEVICES = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
+DEVICES_FLAG = "--xla_force_host_platform_device_count"
+"""And by which of its flags how many devices there are."""
 
 
 def usable_cores() -> float:
@@ -55,14 +56,14 @@ def spare_threads() -> Iterator[None]:
     process.  What the environment says of ``NPROC`` stands, and is afterwards what it was.
     """
     devices = _asked_devices()
-    if _THREADS in os.environ or devices < 2:
+    if THREADS_VARIABLE in os.environ or devices < 2:
         yield
         return
-    os.environ[_THREADS] = str(max(devices + SPARE_THREADS, _own_cores()))
+    os.environ[THREADS_VARIABLE] = str(max(devices + SPARE_THREADS, _own_cores()))
     try:
         yield
     finally:
-        del os.environ[_THREADS]
+        del os.environ[THREADS_VARIABLE]
 
 
 def _asked_devices() -> int:
@@ -70,7 +71,7 @@ def _asked_devices() -> int:
     import jax
 
     asked: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
-    flags = _DEVICES.findall(os.environ.get("XLA_FLAGS", ""))
+    flags = re.findall(rf"{DEVICES_FLAG}=(\d+)", os.environ.get("XLA_FLAGS", ""))
     return asked if asked > 0 else int(flags[-1]) if flags else 1
 
 

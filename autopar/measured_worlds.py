@@ -23,7 +23,7 @@ import msgspec
 
 from autopar.bench import Bench
 from autopar.cluster import Platform
-from autopar.cores import quota_cores, threads_of_xla
+from autopar.cores import THREADS_VARIABLE, quota_cores, threads_of_xla
 from autopar.curves import Curve, Samples
 from autopar.measured_collectives import collective_curves
 from autopar.profile import CollectiveCurve
@@ -64,7 +64,7 @@ def world_curves(asked: Asked, say: Callable[[str], None]) -> tuple[CollectiveCu
     if asked.num_devices < 2:
         return ()
     found: tuple[CollectiveCurve, ...] = ()
-    threads = {"NPROC": str(threads_of_xla(asked.num_devices))}
+    threads = {THREADS_VARIABLE: str(threads_of_xla(asked.num_devices))}
     with subprocess.Popen(
         [sys.executable, "-m", __name__, msgspec.json.encode(asked).decode()],
         stdin=subprocess.DEVNULL,

@@ -21,6 +21,7 @@ import autopar
 from autopar import _compat
 from autopar.errors import BudgetError, PlanError
 from autopar.graph.build import build_graph
+from autopar.graph.ir import Graph
 from autopar.graph.roles import Role, infer_roles
 from autopar.graph.tracing import trace
 from autopar.inter_op.accumulate import accumulated, folded_shape
@@ -726,6 +727,16 @@ def test_a_plan_with_microbatches_is_saved_and_used(tmp_path: Any) -> None:
     np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-5)
 
 
+def in_four_microbatches(step: Any) -> Graph:
+    """The graph of a step of this file's parameters and examples, cut into four microbatches."""
+    rng = np.random.default_rng(0)
+    program = trace(step, (parameters(rng), examples(rng)))
+    roles, graph = infer_roles(program), build_graph(program.jaxpr, platform="cpu")
+    rows = roles.leaves(Role.BATCH)
+    cut = accumulated(program, examples_of(graph, rows, roles.leaves(Role.STATE), 4), rows)
+    return build_graph(cut.jaxpr, platform="cpu")
+
+
 def test_what_a_barrier_guards_of_weights_is_made_once() -> None:
     """Behind rematerialisation a weight in a narrow type is the one that the forward pass reads, made before the loop."""
 
@@ -741,13 +752,7 @@ def test_what_a_barrier_guards_of_weights_is_made_once() -> None:
         return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads)
 
     with jax.enable_x64(True):
-        rng = np.random.default_rng(0)
-        state, batch = parameters(rng), examples(rng)
-        program = trace(step, (state, batch))
-        roles, graph = infer_roles(program), build_graph(program.jaxpr, platform="cpu")
-        rows = roles.leaves(Role.BATCH)
-        cut = accumulated(program, examples_of(graph, rows, roles.leaves(Role.STATE), 4), rows)
-        (loop,) = (o for o in build_graph(cut.jaxpr, platform="cpu").operators if o.primitive == "scan")
+        (loop,) = (o for o in in_four_microbatches(step).operators if o.primitive == "scan")
         casts = [o for o in loop.bodies[0].operators if o.primitive == "convert_element_type"]
         narrowed = [o for o in casts if o.equation.outvars[0].aval.shape == (WIDTH, WIDTH)]
         assert not [o for o in narrowed if o.equation.outvars[0].aval.dtype == jnp.float32]
@@ -763,16 +768,11 @@ def test_gradients_are_scaled_once() -> None:
         return jax.tree.map(lambda w, g: w - 0.1 * (-g / 4.0), state, gradients), value * 8.0
 
     with jax.enable_x64(True):
-        rng = np.random.default_rng(0)
-        state, batch = parameters(rng), examples(rng)
-        program = trace(step, (state, batch))
-        roles, graph = infer_roles(program), build_graph(program.jaxpr, platform="cpu")
-        rows = roles.leaves(Role.BATCH)
-        looped = accumulated(program, examples_of(graph, rows, roles.leaves(Role.STATE), 4), rows)
-        cut = build_graph(looped.jaxpr, platform="cpu")
+        cut = in_four_microbatches(step)
         (loop,) = (o for o in cut.operators if o.primitive == "scan")
         scales = [o.primitive for o in cut.operators if o.primitive in ("mul", "neg")]
-        assert sorted(scales) == ["mul"] * (len(state) + 1) + ["neg"] * len(state)
+        leaves = len(parameters(np.random.default_rng(0)))
+        assert sorted(scales) == ["mul"] * (leaves + 1) + ["neg"] * leaves
         inside = [atom for o in loop.bodies[0].operators for atom in o.equation.invars if o.primitive in ("mul", "div")]
         literals = {float(atom.val) for atom in inside if isinstance(atom, _compat.Literal)}
         assert literals.isdisjoint((0.1, 4.0, 8.0))

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar import _compat
-from autopar.graph.build import BARRIER, LoopKind
+from autopar.graph.build import BARRIER, LINEAR_WITH_A_LITERAL, LoopKind
 from autopar.graph.fingerprint import work
 from autopar.graph.inline import inline
 from autopar.graph.ir import Operator, Value
@@ -41,7 +41,7 @@ from autopar.plan import Axes
 from autopar.schedule.local_ops import run_local
 
 CAST = "convert_element_type"
-SCALES = frozenset(("mul", "div", "neg"))
+SCALES = LINEAR_WITH_A_LITERAL | {"neg"}
 """Of a sum, these give the same sum in other units: what else they take is no sum, and so a literal."""
 
 

@@ -341,7 +341,10 @@ class _Search:
     def _under_all(
         self, planner: StagePlanner, found: PipelineFound, schedules: Sequence[Schedule | OrderFunction]
     ) -> list[PipelineFound]:
-        """A pipeline, and the same under each of the other schedules under which it may be faster and keeps the budget."""
+        """A pipeline, and the same under each of the other schedules under which it may be faster and keeps the budget.
+
+        Of a small program it is noted where only memory keeps one from being the fastest.
+        """
         enough = min(self._enough, found.step_seconds)
         others = (
             one for one in schedules if one is not found.arrangement.schedule and planner.may_be_faster(found, one)

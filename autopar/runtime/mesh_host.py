@@ -66,7 +66,7 @@ class MeshHost:
         import jax
 
         from autopar import _compat
-        from autopar.cores import threads_of_xla
+        from autopar.cores import THREADS_VARIABLE, threads_of_xla
         from autopar.disk_cache import cache_directory
         from autopar.runtime.exchange import Exchange
 
@@ -78,7 +78,7 @@ class MeshHost:
             jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         if world.platform == "cpu":
             jax.config.update("jax_num_cpu_devices", world.devices_per_process)
-            os.environ["NPROC"] = str(threads_of_xla(world.devices_per_process))
+            os.environ[THREADS_VARIABLE] = str(threads_of_xla(world.devices_per_process))
         if world.processes > 1:
             _compat.join_world(world.coordinator, world.processes, world.rank)
         self._world = world

@@ -14,6 +14,7 @@ import jax
 
 from autopar import version
 from autopar.cluster import Platform
+from autopar.cores import DEVICES_FLAG
 from autopar.disk_cache import VARIABLE
 from autopar.errors import ClusterError, WorkerError
 from autopar.host_memory import variables
@@ -29,7 +30,6 @@ CONTROL, ASIDE = "control", "aside"
 """Groups of calls that do not wait for the steps of a process."""
 
 _TINY = 1e-3  # share of a node's resource that pins a bundle to it
-_DEVICE_COUNT = "--xla_force_host_platform_device_count"
 
 
 def kill_there(node: RayNode, pid: int) -> None:
@@ -105,7 +105,7 @@ def start_actor(
 
 def environment_of(backend: Platform) -> dict[str, str]:
     """The environment in which a process imports JAX."""
-    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICE_COUNT)]
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(DEVICES_FLAG)]
     environment = {
         "XLA_FLAGS": " ".join(flags),
         **{name: os.environ[name] for name in (VARIABLE,) if name in os.environ},
