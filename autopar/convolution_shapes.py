@@ -70,7 +70,10 @@ class ConvolutionShape:
     def filling(self) -> float:
         """How many times the FLOPs take that fill units as wide as :data:`FEW_FEATURES`, of which a narrow piece uses a part.
 
-        A piece with two of many features gathers all that they are sums of, as it would for sixteen.
+        A piece with two of many features gathers all that they are sums of, as it would for sixteen.  Where features are few
+        and the window is small, those of each position are gathered by themselves.
         """
-        depth = self.image_features * self.window_positions
+        depth = self.image_features
+        if self.family is not ConvolutionFamily.FEW_FEATURES:
+            depth *= self.window_positions
         return math.prod(max(FEW_FEATURES / max(width, 1), 1.0) for width in (depth, self.result_features))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from autopar.measured_convolutions import CONVOLUTIONS, ON_ACCELERATORS, Convolution
 from autopar.measured_operations import OPERATIONS, Operation
+from autopar.products import ProductOrder
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,17 @@ class Effort:
     longest_seconds: float = 0.05
     streamed_bytes: int = 1 << 26
     """A device comes back to streamed arrays after so many bytes, which no cache holds for it."""
+    orders: tuple[ProductOrder, ...] = tuple(ProductOrder)
+    """Of the operands of square and of deep products."""
+    use_orders: tuple[ProductOrder, ...] = tuple(ProductOrder)
+    """Of products with one large array; accelerators take of it what its bytes take, whatever its order."""
+    large_side: int = 1024
+    """Of the one large array of products that are not square."""
+    uses: tuple[int, ...] = (8, 32, 64, 128, 256)
+    """How often each element of it is used."""
+    deep_sides: tuple[int, ...] = ()
+    """Of the results of products that sum over ``depth``; few keep few units of an accelerator busy."""
+    depth: int = 1 << 15
     operations: tuple[Operation, ...] = OPERATIONS
     convolutions: tuple[Convolution, ...] = CONVOLUTIONS
     image_sides: tuple[int, ...] = (4, 8, 16, 32)
@@ -63,6 +75,10 @@ _FULL_ON_ACCELERATORS = Effort(
     fresh_bytes=(),
     seconds=0.2,
     streamed_bytes=1 << 28,
+    use_orders=(ProductOrder.PLAIN,),
+    large_side=8192,
+    uses=(16, 64, 256, 1024),
+    deep_sides=(256, 512, 1024, 2048, 4096),
     convolutions=ON_ACCELERATORS,
     image_sides=(8, 32, 128),
 )

@@ -14,7 +14,10 @@ back, so calls differ in earnest, and the median counts.
 from __future__ import annotations
 
 import datetime as dt
+import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -35,17 +38,16 @@ from autopar.measured_convolutions import Convolution
 from autopar.measured_exchanges import SelfExchange
 from autopar.measured_loops import LoopedKernels
 from autopar.measured_operations import Operation
+from autopar.measured_products import multiplied, operand_shapes
 from autopar.measured_queues import QueuedKernels
 from autopar.measured_worlds import Asked, world_curves
+from autopar.products import DeepCurve, ProductArray, ProductCurve, ProductOrder, UseCurve
 from autopar.profile import (
-    SKINNINESS,
     CollectiveCurve,
     ConvolutionCurve,
     Dispatch,
     Fresh,
     OperationRate,
-    ProductCurve,
-    ProductShape,
     Profile,
     Reductions,
     WaitCurve,
@@ -85,6 +87,8 @@ def measure(effort: Effort = FULL, say: Callable[[str], None] = lambda message: 
         measured_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         collectives=tuple(measuring.collectives()),
         products=tuple(measuring.products()),
+        uses=tuple(measuring.uses()),
+        deep_products=tuple(measuring.deep_products()),
         elementwise=measuring.kernels.elementwise(),
         dispatch=measuring.dispatch(),
         streamed=measuring.kernels.streamed(),
@@ -162,20 +166,40 @@ class Measuring:
             )
 
     def products(self) -> Iterator[ProductCurve]:
-        """Square and skinny products of every dtype, until one takes too long."""
-        for dtype in self._effort.dtypes:
-            for shape in ProductShape:
-                samples = {}
-                for side in self._effort.sides:
-                    if shape is ProductShape.SKINNY and side < SKINNINESS:
-                        continue
-                    self._say(f"{shape.value} products of {dtype} [{side}, {side}]")
-                    rows = side if shape is ProductShape.SQUARE else side // SKINNINESS
-                    seconds = self._product_seconds(dtype, side, rows)
-                    samples[2.0 * side * side * rows] = seconds
-                    if seconds > self._effort.longest_seconds:
-                        break
-                yield ProductCurve(dtype, jnp.dtype(dtype).itemsize, shape, Curve.through(samples))
+        """Square products of every dtype and order, until one takes too long."""
+        for dtype, order in itertools.product(self._effort.dtypes, self._effort.orders):
+            samples = {}
+            for side in self._effort.sides:
+                self._say(f"products of {dtype} [{side}, {side}], {order.value}")
+                samples[2.0 * side**3] = seconds = self._square_seconds(dtype, order, side)
+                if seconds > self._effort.longest_seconds:
+                    break
+            yield ProductCurve(dtype, jnp.dtype(dtype).itemsize, order, Curve.through(samples))
+
+    def uses(self) -> Iterator[UseCurve]:
+        """Products with one large array, which caches lost, of every dtype and order."""
+        side = self._effort.large_side
+        for dtype, order, array in itertools.product(self._effort.dtypes, self._effort.use_orders, ProductArray):
+            samples = []
+            for uses in self._effort.uses:
+                self._say(
+                    f"products of {dtype} whose {array.value} array [{side}, {side}] is used {uses} times, {order.value}"
+                )
+                samples.append((float(uses), float(side), self._use_seconds(dtype, order, array, side, uses)))
+            yield UseCurve(dtype, order, array, tuple(samples))
+
+    def deep_products(self) -> Iterator[DeepCurve]:
+        """Products of every dtype that sum over much for few results."""
+        depth = self._effort.depth
+        if not self._effort.deep_sides:
+            return
+        for dtype, order in itertools.product(self._effort.dtypes, self._effort.orders):
+            samples = []
+            for side in self._effort.deep_sides:
+                self._say(f"products of {dtype} [{side}, {depth}] × [{depth}, {side}], {order.value}")
+                seconds = self._linked_seconds(dtype, order, operand_shapes(order, side, depth, side), other=1)
+                samples.append((float(side), float(depth), seconds))
+            yield DeepCurve(dtype, order, tuple(samples))
 
     def convolutions(self) -> Iterator[ConvolutionCurve]:
         """Every family, over images of growing sides, until one takes too long."""
@@ -226,25 +250,56 @@ class Measuring:
         tiny = jax.jit(lambda *numbers: numbers[0] + 1.0, keep_unused=True).lower(*small).compile()
         page = jax.device_put(np.zeros(1024, np.float32), devices[0])
         side = ALONE_SIDE if ALONE_SIDE in self._effort.sides else self._effort.sides[-1]
-        together = self._product_seconds("float32", side, side)
+        together = self._square_seconds("float32", ProductOrder.PLAIN, side)
         one = Measuring(devices[:1], self._effort, self._say)
         return Dispatch(
             call_seconds=self._bench.timer.least(lambda: tiny(*small)),
             message_seconds=self._bench.timer.least(lambda: jax.device_put(page, devices[-1], may_alias=False)),
-            alone_speed=max(1.0, together / one._product_seconds("float32", side, side)),
+            alone_speed=max(1.0, together / one._square_seconds("float32", ProductOrder.PLAIN, side)),
         )
 
     # -------------------------------------------------------------------------------------------------------- how to time
 
-    def _product_seconds(self, dtype: str, side: int, rows: int) -> float:
-        """Seconds of one product [rows, side] × [side, side] on each device; few rows meet a right operand that caches lost."""
+    def _square_seconds(self, dtype: str, order: ProductOrder, side: int) -> float:
+        """Seconds of one product [side, side] × [side, side] on each device."""
         with jax.enable_x64(jnp.dtype(dtype).itemsize > 4):
             mesh = self._bench.mesh(1)
-            held_bytes = side * side * jnp.dtype(dtype).itemsize
-            count = 1 if rows == side else min(-(-self._effort.streamed_bytes // held_bytes), CHAIN)
-            x = self._bench.spread((rows, side), mesh, jnp.dtype(dtype))
-            right = [self._bench.spread((side, side), mesh, jnp.dtype(dtype)) for _ in range(count)]
-            return self._bench.chain_seconds(lambda value, other: value @ other, mesh, x, right)
+            x, other = (self._bench.spread((side, side), mesh, jnp.dtype(dtype)) for _ in range(2))
+            return self._bench.chain_seconds(partial(multiplied, order=order), mesh, x, [other])
+
+    def _use_seconds(self, dtype: str, order: ProductOrder, array: ProductArray, side: int, uses: int) -> float:
+        """Seconds of one product on each device, whose large array is another one each time."""
+        rows, summed, columns = (
+            uses if without is array else side
+            for without in (ProductArray.RIGHT, ProductArray.RESULT, ProductArray.LEFT)
+        )
+        shapes = operand_shapes(order, rows, summed, columns)
+        if array is ProductArray.RESULT:
+            return self._linked_seconds(dtype, order, shapes, other=1)
+        large = 0 if array is ProductArray.LEFT else 1
+        held_bytes = math.prod(shapes[large]) * jnp.dtype(dtype).itemsize
+        count = min(-(-self._effort.streamed_bytes // held_bytes), CHAIN)
+        return self._linked_seconds(dtype, order, shapes, other=large, count=count)
+
+    def _linked_seconds(
+        self, dtype: str, order: ProductOrder, shapes: Sequence[tuple[int, int]], *, other: int, count: int = 1
+    ) -> float:
+        """Seconds of one product of arrays of such shapes on each device, of which the one of position ``other`` is one of
+        ``count`` in turn.
+
+        The second operand is the chain's value, of which one element depends on the product before.
+        """
+
+        def link(value: jax.Array, one: jax.Array) -> jax.Array:
+            operands = (value, one) if other else (one, value)
+            made = lax.optimization_barrier(multiplied(*operands, order=order))  # nobody asks for one element only
+            return value.at[0, 0].add(made[0, 0])
+
+        with jax.enable_x64(jnp.dtype(dtype).itemsize > 4):
+            mesh = self._bench.mesh(1)
+            x = self._bench.spread(shapes[1 - other], mesh, jnp.dtype(dtype))
+            others = [self._bench.spread(shapes[other], mesh, jnp.dtype(dtype)) for _ in range(count)]
+            return self._bench.chain_seconds(link, mesh, x, others)
 
     def _fresh_seconds(self, elements: int, count: int) -> float:
         """Seconds that each of so many new arrays of float32 costs beyond one whose memory is there."""
@@ -312,7 +367,8 @@ def profile_rows(profile: Profile) -> Iterable[tuple[str, str, str]]:
     for one in profile.world_collectives:
         yield f"{one.kind} among {one.group_size}, between processes", *_ends(one.curve, "B/s")
     for product in profile.products:
-        yield f"{product.shape.value} products, {product.dtype}", *_ends(product.curve, "FLOP/s")
+        order = "" if product.order is ProductOrder.PLAIN else f", {product.order.value}"
+        yield f"products, {product.dtype}{order}", *_ends(product.curve, "FLOP/s")
     yield "elementwise kernels", *_ends(profile.elementwise, "B/s")
     if profile.streamed is not None:
         yield "elementwise kernels, streamed", *_ends(profile.streamed, "B/s")

@@ -20,7 +20,7 @@ from jax import lax
 
 from autopar.convolution_shapes import FEW_FEATURES, ConvolutionFamily
 
-IMAGES, MANY_FEATURES, FEATURES_ON_ACCELERATORS = 2, 64, 256
+IMAGES, IMAGES_OF_GRADIENTS, MANY_FEATURES, FEATURES_ON_ACCELERATORS = 2, 16, 64, 256
 """Matrix units of accelerators are not filled by fewer."""
 _DIMENSIONS = ("NHWC", "HWIO", "NHWC")
 
@@ -39,10 +39,15 @@ class Convolution:
     own_side: int | None = None
     """Positions along a side of images that do not grow: there are as many more instead."""
 
+    @property
+    def images(self) -> int:
+        """The gradient of the weights sums over them; a batch is seldom of few."""
+        return IMAGES_OF_GRADIENTS if self.of_weights else IMAGES
+
     def shapes(self, side: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of the operands, for as many positions in all as images with so many along a side have."""
         own_side = self.own_side or side
-        images = IMAGES * side**2 // own_side**2
+        images = self.images * side**2 // own_side**2
         image = (images, own_side, own_side, self.features)
         if not self.of_weights:
             return image, (self.window, self.window, self.features, self.features)
@@ -51,7 +56,7 @@ class Convolution:
 
     def flops(self, side: int) -> float:
         """FLOPs of one, a multiply-add counted as two; holes are not multiplied."""
-        return 2.0 * IMAGES * side**2 * self.window**2 * self.features**2
+        return 2.0 * self.images * side**2 * self.window**2 * self.features**2
 
     def apply(self, image: jax.Array, other: jax.Array) -> jax.Array:
         """The layer of ``other`` as its weights, or the weights' gradient where ``other`` is that of the result."""

@@ -11,6 +11,8 @@ with the file, the place in it, and what to do.  Of profiles (:mod:`autopar.prof
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Generic, TypeVar
@@ -113,8 +115,15 @@ class MeasuredFile(Generic[Stored]):
 
 def curve_of(place: str, samples: Samples) -> Curve:
     """The curve through them; raises ``ClusterError`` naming their place."""
-    try:
+    with placed(place):
         return Curve(samples)
+
+
+@contextmanager
+def placed(place: str) -> Iterator[None]:
+    """What is refused inside is refused with its place in the file."""
+    try:
+        yield
     except ClusterError as error:
         raise ClusterError(f"{place}: {error}") from error
 

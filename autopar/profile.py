@@ -4,7 +4,9 @@ A profile holds *curves*: seconds as a function of an amount, all devices of one
 
     collectives     by kind and group size   of the bytes that one device sends (wire bytes, ring accounting)
     waits           by group size            of the seconds of work since the collective before, beyond those of the above
-    products        by dtype and shape       of the FLOPs of one matrix product on one device
+    products        by dtype and order       of the FLOPs of one square matrix product on one device
+    uses            by dtype, order, array   of how often each element of a product's one large array is used
+    deep products   by dtype and order       of how many results a product has that sums over much
     convolutions    by family                of the FLOPs of one convolution on one device
     elementwise                              of the bytes that one kernel on one device reads and writes, soon after others did
     streamed                                 of the same bytes, which nobody has touched since they left the caches
@@ -22,17 +24,10 @@ the rate of matrix products.
 
 *Group sizes that were not measured* take the curve of the measured size whose ring factor (p-1)/p is nearest.
 
-*Products.*  Libraries copy operands into an order of their own before they multiply, which costs by the byte: among many
-products nothing, with few rows as much as the products.  So ``f`` FLOPs over ``b`` bytes of operands and result take
-
-    square(f) + extra(b − b_square(f))
-
-where a square product of as many FLOPs has b_square(f) bytes, and *extra* goes through what the skinny products that were
-measured took longer than square ones of as many FLOPs, and through (0, 0).
-
-Between and beyond their points curves are what :mod:`autopar.curves` says.  This file imports nothing of ours but these, the
-families of convolutions (:mod:`autopar.convolution_shapes`) and the error type.  The file format is in
-:mod:`autopar.profile_file`, the measuring in :mod:`autopar.measure`.
+Between and beyond their points curves are what :mod:`autopar.curves` says, but what uses and depth say of products, which is
+in :mod:`autopar.products`.  This file imports nothing of ours but these, the families of convolutions
+(:mod:`autopar.convolution_shapes`) and the error type.  The file format is in :mod:`autopar.profile_file`, the measuring in
+:mod:`autopar.measure`.
 """
 
 from __future__ import annotations
@@ -40,36 +35,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cached_property
 
 from autopar.convolution_shapes import ConvolutionFamily, ConvolutionShape
 from autopar.curves import Curve
 from autopar.errors import ClusterError
-
-
-class ProductShape(Enum):
-    """Which family of matrix products was measured."""
-
-    SQUARE = "square"
-    """[s, s] × [s, s]."""
-    SKINNY = "skinny"
-    """[s/16, s] × [s, s], each time another right operand, as a few rows go through the weights of a model."""
-
-
-SKINNINESS = 16
+from autopar.products import DeepCurve, Product, ProductCurve, ProductPrices, UseCurve
 
 _STAND_INS = {
     ConvolutionFamily.LARGE_POINT: ConvolutionFamily.LARGE_MANY_FEATURES,
     ConvolutionFamily.SMALL_DILATED: ConvolutionFamily.DILATED,
 }
 """Which families stand for those that a profile does not hold."""
-
-
-def skinny_ratio() -> float:
-    """``r`` of the skinny products: bytes of a square product of as many FLOPs over theirs, whatever the size."""
-    side = SKINNINESS ** (-1 / 3)  # of the square product, in units of s
-    return 3 * side**2 / (1 + 2 / SKINNINESS)
 
 
 @dataclass(frozen=True)
@@ -89,16 +66,6 @@ class WaitCurve:
     """
 
     group_size: int
-    curve: Curve
-
-
-@dataclass(frozen=True)
-class ProductCurve:
-    """Matrix products of one dtype (NumPy's name) and one family of shapes; amounts are FLOPs."""
-
-    dtype: str
-    itemsize_bytes: int
-    shape: ProductShape
     curve: Curve
 
 
@@ -219,6 +186,10 @@ class Profile:
     world_collectives: tuple[CollectiveCurve, ...] = ()
     """Between devices of one host whose process is one of several; only where these are carried otherwise."""
     reductions: Reductions | None = None
+    uses: tuple[UseCurve, ...] = ()
+    """Of products that have one large array."""
+    deep_products: tuple[DeepCurve, ...] = ()
+    """Where few results keep few units busy."""
     host_copies: Curve | None = None
     """Of the bytes of an array on each device that is copied to or from its host, one way, by all devices at once."""
     work_between_seconds: float = 0.0
@@ -232,7 +203,9 @@ class Profile:
         refuse_twice("collectives", ((one.kind, one.group_size) for one in self.collectives))
         refuse_twice("world_collectives", ((one.kind, one.group_size) for one in self.world_collectives))
         refuse_twice("waits", (one.group_size for one in self.waits))
-        refuse_twice("products", ((one.dtype, one.shape.value) for one in self.products))
+        refuse_twice("products", ((one.dtype, one.order.value) for one in self.products))
+        refuse_twice("uses", ((one.dtype, one.order.value, one.array.value) for one in self.uses))
+        refuse_twice("deep_products", ((one.dtype, one.order.value) for one in self.deep_products))
         refuse_twice("convolutions", ((one.dtype, one.family.value) for one in self.convolutions))
 
     def __hash__(self) -> int:
@@ -325,53 +298,13 @@ class Profile:
     def _convolutions(self) -> dict[tuple[str, ConvolutionFamily], Curve]:
         return {(one.dtype, one.family): one.curve for one in self.convolutions}
 
-    def product_seconds(self, flops: float, bytes_moved: float, dtype: str) -> float | None:
+    def product_seconds(self, product: Product, dtype: str) -> float | None:
         """Seconds of one matrix product on one device; None for a dtype that was not measured."""
-        if (found := self._products.get(dtype)) is None:
-            return None
-        itemsize, square, extra = found
-        fast = square.at(flops)
-        extra_bytes = bytes_moved - _square_bytes(flops, itemsize)
-        if extra is None or extra_bytes <= 0:
-            return fast
-        return fast + extra.at(extra_bytes) * min(extra_bytes / extra.samples[0][0], 1.0)
+        return self._products.seconds(product, dtype)
 
     @cached_property
-    def _products(self) -> dict[str, tuple[int, Curve, Curve | None]]:
-        """By dtype: bytes of an element, the curve of square products (or the only one), the extra seconds of others by their
-        extra bytes.
-        """
-        by_shape = {(one.dtype, one.shape): one for one in self.products}
-        found: dict[str, tuple[int, Curve, Curve | None]] = {}
-        for one in self.products:
-            square = by_shape.get((one.dtype, ProductShape.SQUARE), one).curve
-            skinny = by_shape.get((one.dtype, ProductShape.SKINNY))
-            extra = None if skinny is None else _extra(skinny.curve, square, one.itemsize_bytes)
-            found[one.dtype] = (one.itemsize_bytes, square, extra)
-        return found
-
-
-def _square_bytes(flops: float, itemsize_bytes: int) -> float:
-    """Of the operands and the result of a square product of so many FLOPs."""
-    return 3 * (flops / 2) ** (2 / 3) * itemsize_bytes
-
-
-def _extra(skinny: Curve, square: Curve, itemsize_bytes: int) -> Curve:
-    """What skinny products took longer than square ones of as many FLOPs, by the bytes that they have more."""
-    more_bytes = 1 / skinny_ratio() - 1
-    return Curve(
-        tuple(
-            (
-                _square_bytes(flops, itemsize_bytes) * more_bytes,
-                max(skinny.at(flops) - square.at(flops), _NOTHING_SECONDS),
-            )
-            for flops, _ in skinny.samples
-        )
-    )
-
-
-_NOTHING_SECONDS = 1e-15
-"""Where noise makes a difference negative; curves are above zero."""
+    def _products(self) -> ProductPrices:
+        return ProductPrices(self.products, self.uses, self.deep_products)
 
 
 def _nearest(measured: Iterable[int], group_size: int) -> int:

@@ -2,13 +2,14 @@
 
     load(save(profile)) = profile
 
-JSON, ``{"format": "autopar-profile", "version": 10, "profile": {…}}`` with the fields of ``Profile``; a curve is its list of
+JSON, ``{"format": "autopar-profile", "version": 11, "profile": {…}}`` with the fields of ``Profile``; a curve is its list of
 ``[amount, seconds]``, as measured.  Files of version 1 lack ``streamed``, ``fresh`` and ``operations``,
 those of version 2 ``turned_bytes_per_second``, those of version 3 ``convolutions`` and ``waits``, those of version 4
 ``exchanges``, those of version 5 ``world_collectives``, those of version 6 ``reductions``, those of version 8
-``host_copies``, those of version 9 ``cut_bytes_per_second``, and are read without.  What they say of ``fresh``, up to
-version 7, was measured in a process that gave memory back after every call, as ours do no longer
-(:mod:`autopar.host_memory`), and is left out.
+``host_copies``, those of version 9 ``cut_bytes_per_second``, and are read without.  Files up to version 10 hold products of
+one order, square ones and ``skinny`` ones, [s/16, s] × [s, s], which are read as what few uses of the right operand cost.
+What files say of ``fresh``, up to version 7, was measured in a process that gave memory back after every call, as ours do no
+longer (:mod:`autopar.host_memory`), and is left out.
 Unknown fields, wrong types, NaN, negative numbers and cut files are refused with the file, the place in it, and what to do.
 
 The default place is the user's cache directory, one file for each machine, backend, kind and number of devices.  The
@@ -24,24 +25,24 @@ import os
 import platform as host
 import re
 from collections.abc import Sequence
+from enum import Enum
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from autopar.convolution_shapes import ConvolutionFamily
 from autopar.errors import ClusterError
-from autopar.measured_file import Count, MeasuredFile, Positive, StoredSamples, curve_of
+from autopar.measured_file import Count, MeasuredFile, Positive, StoredSamples, curve_of, placed
+from autopar.products import DeepCurve, ProductArray, ProductCurve, ProductOrder, UseCurve
 from autopar.profile import (
     CollectiveCurve,
     ConvolutionCurve,
     Dispatch,
     Fresh,
     OperationRate,
-    ProductCurve,
-    ProductShape,
     Profile,
     Reductions,
     WaitCurve,
@@ -62,11 +63,38 @@ class _Wait(Struct, forbid_unknown_fields=True):
     samples: StoredSamples
 
 
+class _Shape(Enum):
+    """Of products in files up to version 10."""
+
+    SQUARE = "square"
+    SKINNY = "skinny"
+
+
+_SKINNINESS = 16
+
+
 class _Product(Struct, forbid_unknown_fields=True):
     dtype: str
     itemsize_bytes: Count
-    shape: ProductShape
     samples: StoredSamples
+    order: ProductOrder = ProductOrder.PLAIN
+    shape: _Shape | UnsetType = UNSET
+
+
+_Triples = Annotated[tuple[tuple[Positive, Positive, Positive], ...], Meta(min_length=1)]
+
+
+class _Uses(Struct, forbid_unknown_fields=True):
+    dtype: str
+    order: ProductOrder
+    array: ProductArray
+    samples: _Triples
+
+
+class _Deep(Struct, forbid_unknown_fields=True):
+    dtype: str
+    order: ProductOrder
+    samples: _Triples
 
 
 class _Convolution(Struct, forbid_unknown_fields=True):
@@ -118,12 +146,14 @@ class _Profile(Struct, forbid_unknown_fields=True, kw_only=True):
     reductions: _Reductions | None = None
     host_copies: StoredSamples | None = None
     cut_bytes_per_second: Positive | None = None
+    uses: tuple[_Uses, ...] = ()
+    deep_products: tuple[_Deep, ...] = ()
 
 
 _KEEPING_VERSION = 8
 """Of files since processes keep the memory they free."""
 
-FILE = MeasuredFile("profile", "autopar profile", _Profile, versions=(1, 2, 3, 4, 5, 6, 7, 8, 9, 10))
+FILE = MeasuredFile("profile", "autopar profile", _Profile, versions=(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11))
 
 
 # ------------------------------------------------------------------------------------------------------ where it lies
@@ -189,8 +219,10 @@ def save_profile(profile: Profile, path: str | Path) -> None:
         measured_at=profile.measured_at,
         collectives=_stored(profile.collectives),
         products=tuple(
-            _Product(one.dtype, one.itemsize_bytes, one.shape, one.curve.samples) for one in profile.products
+            _Product(one.dtype, one.itemsize_bytes, one.curve.samples, one.order) for one in profile.products
         ),
+        uses=tuple(_Uses(one.dtype, one.order, one.array, one.samples) for one in profile.uses),
+        deep_products=tuple(_Deep(one.dtype, one.order, one.samples) for one in profile.deep_products),
         elementwise=profile.elementwise.samples,
         dispatch=None if profile.dispatch is None else _Dispatch(**dataclasses.asdict(profile.dispatch)),
         streamed=None if profile.streamed is None else profile.streamed.samples,
@@ -245,9 +277,13 @@ def _profile(stored: _Profile) -> Profile:
         measured_at=stored.measured_at,
         collectives=_collectives("collectives", stored.collectives),
         products=tuple(
-            ProductCurve(one.dtype, one.itemsize_bytes, one.shape, curve_of(f"products[{number}].samples", one.samples))
+            ProductCurve(one.dtype, one.itemsize_bytes, one.order, curve_of(f"products[{number}].samples", one.samples))
             for number, one in enumerate(stored.products)
+            if one.shape is not _Shape.SKINNY
         ),
+        uses=tuple(_uses(number, one) for number, one in enumerate(stored.uses))
+        + tuple(_uses_of_skinny(one) for one in stored.products if one.shape is _Shape.SKINNY),
+        deep_products=tuple(_deep(number, one) for number, one in enumerate(stored.deep_products)),
         elementwise=curve_of("elementwise", stored.elementwise),
         dispatch=None if stored.dispatch is None else Dispatch(**msgspec.structs.asdict(stored.dispatch)),
         streamed=None if stored.streamed is None else curve_of("streamed", stored.streamed),
@@ -275,6 +311,25 @@ def _collectives(place: str, stored: Sequence[_Collective]) -> tuple[CollectiveC
         CollectiveCurve(one.kind, one.group_size, curve_of(f"{place}[{number}].samples", one.samples))
         for number, one in enumerate(stored)
     )
+
+
+def _uses(number: int, stored: _Uses) -> UseCurve:
+    with placed(f"uses[{number}].samples"):
+        return UseCurve(stored.dtype, stored.order, stored.array, stored.samples)
+
+
+def _deep(number: int, stored: _Deep) -> DeepCurve:
+    with placed(f"deep_products[{number}].samples"):
+        return DeepCurve(stored.dtype, stored.order, stored.samples)
+
+
+def _uses_of_skinny(stored: _Product) -> UseCurve:
+    """[s/16, s] × [s, s], whose FLOPs say what s was."""
+    sides = [(_SKINNINESS * flops / 2) ** (1 / 3) for flops, _ in stored.samples]
+    samples = tuple(
+        (side / _SKINNINESS, side, seconds) for side, (_, seconds) in zip(sides, stored.samples, strict=True)
+    )
+    return UseCurve(stored.dtype, ProductOrder.PLAIN, ProductArray.RIGHT, samples)
 
 
 def _fresh(stored: _Fresh) -> Fresh:

@@ -14,6 +14,7 @@ from autopar import efforts, measure
 from autopar.cli import BAD_INPUT, DIFFERENT, OK, main
 from autopar.cluster import Cluster
 from autopar.explain import verification
+from autopar.products import ProductOrder
 from autopar.profile_file import default_path, load_profile
 from tests import verify_cases
 
@@ -153,6 +154,10 @@ def test_profile_measures_and_stores(
         streamed_bytes=1 << 13,
         operations=(),
         convolutions=(),
+        orders=(ProductOrder.PLAIN,),
+        use_orders=(ProductOrder.PLAIN,),
+        large_side=16,
+        uses=(4,),
         work_sides=(8,),
         copied_shape=(8, 16),
         message_bytes=(1 << 10,),

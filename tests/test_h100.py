@@ -18,9 +18,10 @@ import pytest
 import autopar
 from autopar.cluster import Cluster
 from autopar.cost_model.collectives import Collective, collective_seconds
-from autopar.cost_model.roofline import operator_seconds
+from autopar.cost_model.roofline import product_seconds
 from autopar.errors import ClusterError
 from autopar.plan import Plan
+from autopar.products import square_product
 from autopar.profile_file import profile_of_device
 from benchmarks.models import build
 from benchmarks.one_device import CASES, CHOICES, JIT
@@ -92,7 +93,7 @@ def test_the_memory_of_dropouts_is_that_of_their_masks() -> None:
 def test_what_comes_with_the_release_says_of_what_and_when() -> None:
     profile = profile_of_device("H100-SXM5-80GB")
     assert (profile.platform, profile.device_kind, profile.num_devices) == ("cuda", RECORDED["device"], 1)
-    assert profile.measured_at.startswith(RECORDED["date"]) and profile.jax_version == RECORDED["jax"]
+    assert profile.measured_at.startswith(RECORDED["profile_date"]) and profile.jax_version == RECORDED["jax"]
     assert profile.host_copies is not None and profile.reductions is None
 
 
@@ -103,7 +104,7 @@ def test_one_accelerator_stands_for_all_of_a_host() -> None:
     (mesh,) = measured.logical_mesh_shapes(1)
     prices = [collective_seconds(Collective.ALL_REDUCE, 1e8, ("data",), mesh, one) for one in (cluster, measured)]
     assert prices[0] == prices[1] > 0
-    assert operator_seconds(1e12, 1e9, "bfloat16", measured, "dot_general") == pytest.approx(1e12 / 9e14, rel=0.2)
+    assert product_seconds(square_product(1e12), 1e9, "bfloat16", measured) == pytest.approx(1e12 / 9e14, rel=0.2)
     model = build("mlp_nnx")
     plan = autopar.parallelize(model.train_step, cluster=measured).plan(model.abstract_state(), model.abstract_batch())
     assert plan.num_devices == 8

@@ -10,8 +10,11 @@ from jax import lax
 from autopar.cluster import Cluster
 from autopar.cost_model.hlo import step_seconds
 from autopar.cost_model.hlo_parser import parse_module, parse_shape
+from autopar.cost_model.product_orders import product_order
 from autopar.curves import Curve
 from autopar.measured_operations import OPERATIONS
+from autopar.measured_products import multiplied, operand_shapes
+from autopar.products import Product, ProductCurve, ProductOrder
 from autopar.profile import OperationRate, Profile, Reductions
 from tests.test_profile import profile_of
 
@@ -189,11 +192,59 @@ def test_a_product_is_priced_by_its_own_bytes_and_what_is_fused_to_it_by_its_rat
         return jnp.exp(x @ y)
 
     priced_by = profile("exp")
-    flops, moved = 2 * ROWS * COLUMNS * 256, 4 * (ROWS * COLUMNS + COLUMNS * 256 + ROWS * 256)
-    wanted = priced_by.product_seconds(flops, moved, "float32")
+    work = Product(2 * ROWS * COLUMNS * 256, ROWS * COLUMNS, COLUMNS * 256, ROWS * 256)
+    wanted = priced_by.product_seconds(work, "float32")
     assert wanted is not None
     wanted += 10 * ROWS * 256 * DEAR
     assert of_function(product, (ROWS, COLUMNS), (COLUMNS, 256), priced_by=priced_by) == pytest.approx(wanted, rel=0.01)
+
+
+@pytest.mark.parametrize("order", ProductOrder, ids=lambda order: order.value)
+def test_a_product_is_priced_by_how_its_operands_lie(order: ProductOrder) -> None:
+    """And alike where the program is compiled and where it is not."""
+    seconds = {one: 1.0 + number for number, one in enumerate(ProductOrder)}
+    flops = 2.0 * ROWS * COLUMNS * 256
+    squares = tuple(ProductCurve("float32", 4, one, Curve(((flops, each),))) for one, each in seconds.items())
+    shapes = operand_shapes(order, ROWS, COLUMNS, 256)
+
+    def product(x: jax.Array, y: jax.Array) -> jax.Array:
+        return multiplied(jnp.exp(x), jnp.exp(y), order=order)
+
+    priced_by = profile(products=squares, uses=())
+    assert of_function(product, *shapes, priced_by=priced_by) == pytest.approx(seconds[order], rel=0.01)
+    (equation,) = jax.make_jaxpr(lambda x, y: multiplied(x, y, order=order))(
+        *(jnp.zeros(shape) for shape in shapes)
+    ).eqns
+    assert product_order(shapes, equation.params["dimension_numbers"], on_cpu=True) is order
+
+
+CALLED = """ENTRY %e (a: f32[{left}], b: f32[{right}]) -> f32[512,256] {{
+  %a = f32[{left}]{{1,0}} parameter(0)
+  %b = f32[{right}]{{1,0}} parameter(1)
+  ROOT %r = f32[512,256]{{1,0}} custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config={{\
+"gemm_backend_config":{{"dot_dimension_numbers":{{"lhs_contracting_dimensions":["{of_left}"],\
+"rhs_contracting_dimensions":["{of_right}"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}}}}
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "of_left", "of_right", "order"),
+    [
+        ("512,384", "384,256", 1, 0, ProductOrder.PLAIN),
+        ("512,384", "256,384", 1, 1, ProductOrder.RIGHT_TURNED),
+        ("384,512", "384,256", 0, 0, ProductOrder.LEFT_TURNED),
+    ],
+    ids=lambda one: one.value if isinstance(one, ProductOrder) else "",
+)
+def test_a_call_of_a_library_is_priced_by_how_its_operands_lie(
+    left: str, right: str, of_left: int, of_right: int, order: ProductOrder
+) -> None:
+    seconds = {one: 1.0 + number for number, one in enumerate(ProductOrder)}
+    flops = 2.0 * 512 * 384 * 256
+    squares = tuple(ProductCurve("float32", 4, one, Curve(((flops, each),))) for one, each in seconds.items())
+    text = CALLED.format(left=left, right=right, of_left=of_left, of_right=of_right)
+    assert seconds_of(text, profile(products=squares, uses=())) == pytest.approx(seconds[order], rel=0.01)
 
 
 def test_kernels_from_arguments_to_results_stream() -> None:

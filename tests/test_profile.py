@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -47,18 +48,16 @@ from autopar.measure import Measuring, measure, profile_rows
 from autopar.measured_convolutions import CONVOLUTIONS
 from autopar.measured_operations import OPERATIONS, Operation
 from autopar.plan import Layout, Prediction, Schedule, Strategy
+from autopar.products import ProductArray, ProductCurve, ProductOrder, UseCurve
 from autopar.profile import (
     LONG_ROW,
     CollectiveCurve,
     Dispatch,
     Fresh,
     OperationRate,
-    ProductCurve,
-    ProductShape,
     Profile,
     Reductions,
     WaitCurve,
-    skinny_ratio,
 )
 from autopar.profile_file import default_path, find_profile, load_profile, save_profile
 from autopar.schedule.instructions import Part
@@ -92,10 +91,8 @@ def profile_of(num_devices: int = 8, **changes: Any) -> Profile:
         machine="test",
         measured_at="2026-01-01T00:00:00+00:00",
         collectives=collectives,
-        products=(
-            ProductCurve("float32", 4, ProductShape.SQUARE, Curve(((1e3, 1e-6), (1e6, 1e-4), (1e9, 5e-2)))),
-            ProductCurve("float32", 4, ProductShape.SKINNY, Curve(((1e3, 1e-6), (1e6, 2e-4), (1e9, 2e-1)))),
-        ),
+        products=(ProductCurve("float32", 4, ProductOrder.PLAIN, Curve(((1e3, 1e-6), (1e6, 1e-4), (1e9, 5e-2)))),),
+        uses=(UseCurve("float32", ProductOrder.PLAIN, ProductArray.RIGHT, ((4.0, 100.0, 5e-5), (64.0, 1000.0, 2e-2))),),
         elementwise=Curve(((8.0, 2e-7), (1e4, 1e-6), (1e7, 2e-3))),
     )
     return dataclasses.replace(made, **changes)
@@ -197,7 +194,7 @@ def put(*place: Any) -> Any:
 
 BAD = {
     "format": (put("format", "autopar-cluster"), "format is 'autopar-cluster'"),
-    "version": (put("version", 11), "version is 11, this release reads 1, 2, 3, 4, 5, 6, 7, 8, 9, 10"),
+    "version": (put("version", 12), "version is 12, this release reads 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11"),
     "negative": (put("profile", "collectives", 1, "samples", 0, 1, -1e-5), r"collectives\[.*samples"),
     "nan": (put("profile", "elementwise", 0, 1, math.nan), "not complete JSON"),
     "text": (put("profile", "products", 0, "samples", 1, 0, "many"), r"products\[.*samples"),
@@ -246,6 +243,7 @@ REDUCTIONS = Reductions(short_row_seconds=2e-8, column_seconds_per_flop=3e-9)
 RATES = (OperationRate("tanh", 5e-11), OperationRate("sort", 2e-8))
 
 
+USED = {"dtype": "float32", "order": "plain", "array": "left"}
 OF_VERSION_3, OF_VERSION_4 = ("turned_bytes_per_second",), ("convolutions", "waits")
 OF_LATER_VERSIONS = ("exchanges", "world_collectives", "reductions", "host_copies", "cut_bytes_per_second")
 
@@ -328,6 +326,20 @@ def test_copies_that_cut_an_array_cost_what_was_measured_of_them(tmp_path: Path)
         ("waits", [{"group_size": 2, "samples": [[1.0, 1.0]]}] * 2, r"waits\[1\].*twice"),
         ("waits", [{"group_size": 1, "samples": [[1.0, 1.0]]}], "group_size"),
         ("convolutions", [{"dtype": "float32", "family": "round", "samples": [[1.0, 1.0]]}], "family"),
+        ("uses", [{**USED, "samples": [[8, 4, 1.0], [2, 4, 1.0]]}], r"uses\[0\]\.samples: sample 1"),
+        ("uses", [{**USED, "samples": [[8, 4, -1.0]]}], "uses"),
+        ("uses", [{**USED, "samples": [[8, 4, 1.0]]}] * 2, r"uses\[1\].*twice"),
+        ("uses", [{**USED, "array": "middle", "samples": [[8, 4, 1.0]]}], "array"),
+        (
+            "deep_products",
+            [{"dtype": "float32", "order": "plain", "samples": [[8, 64, 1.0], [8, 64, 1.0]]}],
+            r"deep_products\[0\]\.samples: sample 1",
+        ),
+        (
+            "deep_products",
+            [{"dtype": "float32", "order": "plain", "samples": [[8, 64, 1.0]]}] * 2,
+            r"deep_products\[1\].*twice",
+        ),
         (
             "convolutions",
             [{"dtype": "float32", "family": "dilated image", "samples": [[2.0, 1.0], [1.0, 1.0]]}],
@@ -500,33 +512,6 @@ def test_what_was_not_measured_keeps_its_analytic_price() -> None:
     assert crossing == collective_seconds(Collective.ALL_REDUCE, 1e5, ("data",), MESH, two_hosts)
     inside = collective_seconds(Collective.ALL_REDUCE, 1e5, ("model",), MESH, measured)
     assert inside != collective_seconds(Collective.ALL_REDUCE, 1e5, ("model",), MESH, two_hosts)
-
-
-def test_products_cost_what_square_ones_do_and_more_for_more_bytes() -> None:
-    profile = profile_of()
-    square, skinny = profile.products[0].curve.at(2e6), profile.products[1].curve.at(2e6)
-    assert skinny > square
-    side_bytes = 3 * 1e2**2 * 4.0  # a square product of 2e6 FLOPs has sides of 100
-    assert profile.product_seconds(2e6, side_bytes, "float32") == pytest.approx(square)
-    assert profile.product_seconds(2e6, side_bytes / 2, "float32") == pytest.approx(square)
-    assert profile.product_seconds(2e6, side_bytes * 1.001, "float32") == pytest.approx(square, rel=1e-2)
-    slower = [profile.product_seconds(2e6, side_bytes * more, "float32") for more in (1, 1.5, 2, 4, 100)]
-    assert slower == sorted(set(slower))
-    assert profile.product_seconds(2e6, side_bytes, "int8") is None
-
-
-def test_skinny_products_cost_what_was_measured_of_them() -> None:
-    profile = profile_of()
-    for flops, _ in profile.products[1].curve.samples:
-        skinny_bytes = 3 * (flops / 2) ** (2 / 3) * 4.0 / skinny_ratio()
-        measured = max(profile.products[1].curve.at(flops), profile.products[0].curve.at(flops))
-        assert profile.product_seconds(flops, skinny_bytes, "float32") == pytest.approx(measured)
-
-
-def test_the_skinny_ratio_is_that_of_the_measured_shapes() -> None:
-    side, rows = 1600, 100
-    flops = 2 * side * side * rows
-    assert skinny_ratio() == pytest.approx(3 * (flops / 2) ** (2 / 3) / (side * side + 2 * side * rows))
 
 
 def test_elementwise_kernels_cost_their_bytes_and_fused_ones_nothing() -> None:
@@ -725,7 +710,7 @@ def test_everything_is_measured_on_all_devices() -> None:
         full_bytes=(1 << 12, 1 << 16), sides=(16, 32), dtypes=("float32",), array_bytes=(1 << 12, 1 << 20),
         fresh_bytes=(1 << 16, 1 << 20), seconds=0.0, least_runs=2, streamed_bytes=1 << 21, operations=OPERATIONS[:1],
         copied_shape=(32, 64), convolutions=CONVOLUTIONS[:2], image_sides=(4, 8), work_sides=(8, 32),
-        world_bytes=(1 << 12,),
+        world_bytes=(1 << 12,), large_side=32, uses=(2, 8), deep_sides=(4,), depth=64,
     )  # fmt: skip
     said: list[str] = []
     profile = measure(effort, said.append)
@@ -735,7 +720,11 @@ def test_everything_is_measured_on_all_devices() -> None:
     for one in profile.collectives:
         expected = [wire_bytes(Collective(one.kind), size, one.group_size) for size in effort.full_bytes]
         assert [amount for amount, _ in one.curve.samples] == expected
-    assert {(one.dtype, one.shape) for one in profile.products} == {("float32", shape) for shape in ProductShape}
+    assert {(one.dtype, one.order) for one in profile.products} == {("float32", order) for order in ProductOrder}
+    assert {(one.order, one.array) for one in profile.uses} == set(itertools.product(ProductOrder, ProductArray))
+    assert all([uses for uses, _, _ in one.samples] == list(effort.uses) for one in profile.uses)
+    assert {one.order for one in profile.deep_products} == set(ProductOrder)
+    assert all([side for side, _, _ in one.samples] == list(effort.deep_sides) for one in profile.deep_products)
     assert [amount for amount, _ in profile.elementwise.samples] == [8.0, 2.0 * (1 << 12), 2.0 * (1 << 20)]
     assert profile.streamed is not None and profile.fresh is not None
     assert len(profile.streamed.samples) == len(profile.elementwise.samples)

@@ -3,12 +3,13 @@
 Without a profile by the roofline of everything in it, max(FLOPs / F, bytes / M) as :mod:`autopar.cost_model.roofline` says.
 With one, as measured, and from the text alone: a kernel (an instruction, or a fusion of many) takes
 
-    max( Σ products p(FLOPs, bytes) + Σ others FLOPs · rate,   (bytes − turned) / M + turned / T )
+    max( Σ products p + Σ others FLOPs · rate,   (bytes − turned) / M + turned / T )
 
-where *p* is the curve of products or of a family of convolutions; *rate* that of the primitive that an opcode comes from, of
-a reduction as its elements lie in memory; *T* the rate of copies after which elements lie elsewhere one by one, not in runs
-of a cache line or more, and *turned* their bytes.  M is that of bytes which left the caches long ago where a kernel of the entry
-reads an argument of the step and makes one of its results: parameters and state of the optimizer, last touched a step ago.
+where *p* is the price of a product by its arrays and their order, or of a convolution by its family; *rate* that of the
+primitive that an opcode comes from, of a reduction as its elements lie in memory; *T* the rate of copies after which elements
+lie elsewhere one by one, not in runs of a cache line or more, and *turned* their bytes.  M is that of bytes which left the
+caches long ago where a kernel of the entry reads an argument of the step and makes one of its results: parameters and state of
+the optimizer, last touched a step ago.
 
 An opcode says less than the primitive it came from.  Integer shifts, ands, ors and xors are taken for those of random bits, of
 which they are the costly kind; a running sum is a window or a tree of additions, and priced as such.
@@ -27,9 +28,17 @@ from autopar.cluster import Cluster
 from autopar.convolution_shapes import ConvolutionShape
 from autopar.cost_model.hlo_parser import HloComputation, HloInstruction, HloModule, HloShape, numpy_dtype_name
 from autopar.cost_model.hlo_steps import Step
-from autopar.cost_model.hlo_work import FlopCounter, alias_source, shape_of_convolution
-from autopar.cost_model.roofline import Reduction, convolution_seconds, operator_seconds, reduction_seconds, row_of
+from autopar.cost_model.hlo_work import FlopCounter, alias_source, shape_of_convolution, summed_dims
+from autopar.cost_model.roofline import (
+    Reduction,
+    convolution_seconds,
+    operator_seconds,
+    product_seconds,
+    reduction_seconds,
+    row_of,
+)
 from autopar.graph.flops import WEIGHTS
+from autopar.products import Product, order_of
 from autopar.profile import Profile
 
 _PRIMITIVES: Mapping[str, str] = MappingProxyType(
@@ -109,7 +118,8 @@ class Kernels:
         if (shape := self._convolution(instruction, computation)) is not None:
             return convolution_seconds(flops, _bytes_of(instruction, computation), dtype, shape, self._cluster)
         if opcode in _PRODUCTS:
-            return operator_seconds(flops, _bytes_of(instruction, computation), dtype, self._cluster, "dot_general")
+            product = _product(instruction, computation, flops)
+            return product_seconds(product, _bytes_of(instruction, computation), dtype, self._cluster)
         if opcode == "reduce":
             return self._reducing(computation.operand(instruction, 0).shape, instruction, dtype)
         if opcode in _OF_RANDOM_BITS and dtype.startswith(("int", "uint")):
@@ -159,6 +169,16 @@ class Kernels:
         return frozenset(found)
 
 
+def _product(instruction: HloInstruction, computation: HloComputation, flops: float) -> Product:
+    """Of operands as they lie."""
+    left, right = (computation.operand(instruction, side).shape for side in range(2))
+    order = order_of(
+        left_turned=_lies_along(left, summed_dims(instruction, left, 0)) is False,
+        right_turned=_lies_along(right, summed_dims(instruction, right, 1)) is True,
+    )
+    return Product(flops, left.elements, right.elements, next(iter(instruction.shape.leaves)).elements, order)
+
+
 def _bytes_of(instruction: HloInstruction, computation: HloComputation) -> int:
     """Of operands and the first result: a library's second one is scratch."""
     shapes = computation.operand_shapes(instruction)
@@ -179,6 +199,14 @@ def _turned_bytes(instruction: HloInstruction, computation: HloComputation) -> i
     kept = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(reversed(there), reversed(here), strict=True))
     run_bits = before.itemsize_bits * math.prod(before.dims[dim] for dim, _ in kept)
     return 0 if run_bits >= _LINE_BITS else before.size_bytes + after.size_bytes
+
+
+def _lies_along(matrix: HloShape, summed: Sequence[int]) -> bool | None:
+    """Whether neighbours belong to one sum; None of a single row or column, which lies one way as the other."""
+    lying = [*_lying(matrix)]
+    if {dim in summed for dim in lying} != {True, False}:
+        return None
+    return lying[-1] in summed
 
 
 def _lying(shape: HloShape) -> Iterator[int]:

@@ -105,7 +105,7 @@ class FlopCounter:
         if (arrays := _convolved(instruction, shapes)) is not None:
             flops = _convolution_flops(instruction, *arrays)
         else:
-            contracted = _contracted_dims(instruction, target, shapes[0])
+            contracted = summed_dims(instruction, shapes[0], 0)
             depth = math.prod(shapes[0].dims[dim] for dim in contracted)
             flops = 2 * _first_leaf(instruction.shape).elements * depth
         return Counter({shapes[0].dtype: flops})
@@ -137,18 +137,20 @@ def _is_product(target: str) -> bool:
     return target == "__onednn$matmul" or target in _CUDNN_CONVOLUTION or bool(_CUBLAS_GEMM.match(target))
 
 
-def _contracted_dims(instruction: HloInstruction, target: str, left: HloShape) -> tuple[int, ...]:
-    """Dimensions of the left operand that a dot or a library's matrix product sums over."""
-    if not target:
-        return instruction.dims("lhs_contracting_dims")
-    config = _backend_config(instruction)
+def summed_dims(instruction: HloInstruction, operand: HloShape, side: int) -> tuple[int, ...]:
+    """Dimensions of the left (0) or right (1) operand that a dot or a library's matrix product sums over."""
+    name = ("lhs", "rhs")[side]
+    if not _target(instruction):
+        return instruction.dims(f"{name}_contracting_dims")
+    config, rank = _backend_config(instruction), len(operand.dims)
+    usual, transposed = (rank - 1, rank - 2) if side == 0 else (rank - 2, rank - 1)
     for holder in (config, config.get("gemm_backend_config", {}), config.get("onednn_matmul_config", {})):
-        numbers = holder.get("dot_dimension_numbers", {}).get("lhs_contracting_dimensions")
+        numbers = holder.get("dot_dimension_numbers", {}).get(f"{name}_contracting_dimensions")
         if numbers:
             return tuple(int(number) for number in numbers)
-        if holder.get("transpose_a"):
-            return (len(left.dims) - 2,)
-    return (len(left.dims) - 1,)
+        if holder.get(("transpose_a", "transpose_b")[side]):
+            return (transposed,)
+    return (usual,)
 
 
 def _backend_config(instruction: HloInstruction) -> Mapping[str, Any]:

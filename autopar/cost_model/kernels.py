@@ -4,6 +4,7 @@ An axis that cuts a factor divides the work by its size; an axis that cuts nothi
 of the local shards that the fusion model says are really read or written, and in each kernel never more than the
 operator's own share of what it touches (slices, gathers and scatters touch less than the arrays they are given); a product
 reads all of both pieces, however few of its factors are cut in either.
+A product is priced by how often it uses its elements, and by the order in which it reads its operands.
 A reduction is priced by how the elements of one result lie in the device's piece: in long rows, in short ones, or apart.
 """
 
@@ -13,18 +14,21 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from autopar.cluster import Cluster, Mesh
+from autopar.cluster import Cluster, Mesh, Platform
 from autopar.convolution_shapes import ConvolutionShape
+from autopar.cost_model.product_orders import product_order
 from autopar.cost_model.roofline import (
     PRODUCTS,
     Reduction,
     convolution_seconds,
     operator_seconds,
+    product_seconds,
     reduction_seconds,
     row_of,
 )
 from autopar.graph.ir import Operator, Phase, Value
 from autopar.plan import Strategy
+from autopar.products import Product
 from autopar.schedule.reshard import local_shape
 
 REDUCTIONS = frozenset(("reduce_sum", "reduce_max", "reduce_min"))
@@ -76,6 +80,9 @@ def kernel_cost(kernel: Kernel, strategy: Strategy, mesh: Mesh, cluster: Cluster
         shape = _convolution_shape(kernel, strategy, mesh)
         return KernelCost(flops, traffic, convolution_seconds(flops, traffic, dtype, shape, cluster))
     streamed = operator.phase is Phase.UPDATE
+    if operator.primitive == "dot_general":
+        product = _product(kernel, flops, strategy, mesh, on_cpu=cluster.device.platform is Platform.CPU)
+        return KernelCost(flops, traffic, product_seconds(product, traffic, dtype, cluster, streamed=streamed))
     if operator.primitive in REDUCTIONS and cluster.profile is not None:  # nothing else tells rows from columns
         reduction = Reduction(operator.primitive, _row(kernel, strategy, mesh))
         seconds = reduction_seconds(flops, traffic, dtype, reduction, cluster, streamed=streamed)
@@ -90,6 +97,20 @@ def _row(kernel: Kernel, strategy: Strategy, mesh: Mesh) -> int | None:
     assert operand is not None
     shape = local_shape(operand.shape, strategy.operand(operator.rule, 0, mesh), mesh)
     return row_of(shape, range(len(shape)), operator.equation.params["axes"])
+
+
+def _product(kernel: Kernel, flops: float, strategy: Strategy, mesh: Mesh, *, on_cpu: bool) -> Product:
+    """Of the pieces that one device multiplies."""
+    operator = kernel.operator
+    left, right = (
+        local_shape(value.shape, strategy.operand(operator.rule, position, mesh), mesh)
+        for position, value in enumerate(kernel.operands[:2])
+        if value is not None
+    )
+    (result,) = kernel.results
+    made = local_shape(result.shape, strategy.result(operator.rule, 0, mesh), mesh)
+    order = product_order((left, right), operator.equation.params["dimension_numbers"], on_cpu=on_cpu)
+    return Product(flops, math.prod(left), math.prod(right), math.prod(made), order)
 
 
 def _convolution_shape(kernel: Kernel, strategy: Strategy, mesh: Mesh) -> ConvolutionShape:

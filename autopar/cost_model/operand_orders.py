@@ -1,6 +1,6 @@
 """In which order of dimensions do XLA:CPU's products and convolutions read their operands and leave their results?
 
-A product reads stacks of matrices, (batch, free, summed) and (batch, summed, free), each matrix in either orientation, and leaves
+A product reads (stacks of) matrices in orders of its own (:mod:`autopar.cost_model.product_orders`) and leaves
 (batch, free, free); a convolution reads (batch, space, features) and (space, inward, outward).  What lies otherwise is copied
 first.  The result of a product of more than matrices is another shape of the matrices' bytes: no kernel that reads it so can
 write over it.
@@ -13,24 +13,21 @@ from functools import partial
 
 from autopar.cost_model.array_list import ArrayList
 from autopar.cost_model.nodes import Form
+from autopar.cost_model.product_orders import MATRIX, is_plain, is_read_as_it_lies, wanted_order
 from autopar.schedule.spmd import Run
-
-MATRIX = 2
-"""Dimensions."""
 
 
 def operands_of_product(nodes: ArrayList, step: Run) -> tuple[int, ...]:
     """What a product reads."""
     contracting, batch = step.operator.equation.params["dimension_numbers"]
     inputs = []
-    ranks = {len(nodes.shape_of(buffer)) for buffer in step.operands if buffer is not None}
-    plain = ranks == {len(batch[0]) + 2}
+    plain = is_plain([len(nodes.shape_of(buffer)) for buffer in step.operands if buffer is not None], batch[0])
     for side, buffer in enumerate(step.operands):
         assert buffer is not None
         node = nodes.at[buffer] if batch[side] else _turned(nodes, nodes.at[buffer])
         shape = nodes[node].shape
-        order = _dot_order(len(shape), contracting[side], batch[side], side)
-        if nodes.on_cpu and not _read_as_it_lies(shape, order, batch[side], plain=plain):
+        order = wanted_order(len(shape), contracting[side], batch[side], side)
+        if nodes.on_cpu and not is_read_as_it_lies(shape, order, batch[side], plain=plain):
             node = nodes.relayout_for(step.operator, node, order)
         elif len(shape) > len(batch[side]) + 2:
             node = nodes.once((node, "matrix"), partial(nodes.again, node, Form.RENAME))
@@ -102,22 +99,3 @@ def _in_order(nodes: ArrayList, node: int, order: tuple[int, ...]) -> int:
     """An array with its dimensions in an order, itself where no element moves for that."""
     long = [dim for dim in order if nodes[node].shape[dim] > 1]
     return node if long == sorted(long) else nodes.relayout(node, order)
-
-
-def _dot_order(rank: int, summed: tuple[int, ...], batch: tuple[int, ...], side: int) -> tuple[int, ...]:
-    """The order of dimensions that XLA:CPU's matrix products want: (batch, free, summed) and (batch, summed, free)."""
-    free = tuple(dim for dim in range(rank) if dim not in summed and dim not in batch)
-    return (*batch, *free, *summed) if side == 0 else (*batch, *summed, *free)
-
-
-def _read_as_it_lies(shape: tuple[int, ...], order: tuple[int, ...], batch: tuple[int, ...], *, plain: bool) -> bool:
-    """Whether a product reads an operand without a copy: in the order wanted, or matrices in either orientation.
-
-    Unless the product is ``plain``, of (stacks of) matrices, XLA makes it so first, and then turns by a copy what has
-    dimensions of size one besides.
-    """
-    long = [dim for dim in order if shape[dim] > 1]
-    stacked = [dim for dim in long if dim in batch]
-    rest = sorted(dim for dim in long if dim not in batch)
-    either = len(rest) == 2 and (plain or len(long) == len(shape))
-    return long == sorted(long) or (either and [*stacked, *rest] == sorted(long))

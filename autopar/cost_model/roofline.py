@@ -7,7 +7,8 @@ The roofline (Williams, Waterman and Patterson, 2009): it computes and moves byt
 with ``F`` the matrix-product throughput for the dtype and ``M`` the memory bandwidth of *one* device of the cluster,
 both as they are when all devices work at once.  Where the cluster carries a profile, measured seconds stand instead:
 
-    FLOPs / F     of a matrix product or a convolution: as of its family of shapes; of a reduction: as its elements lie; of
+    FLOPs / F     of a matrix product: as of a square one, and more by the bytes that are used few times; of a convolution:
+                  as of its family; of a reduction: as its elements lie; of
                   another primitive: its own rate, if it was measured
     bytes / M     as of a kernel that reads what others have just left, or, ``streamed``, what left the caches long ago;
                   the cost of starting a kernel included
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from autopar.cluster import Cluster
 from autopar.convolution_shapes import ConvolutionShape
 from autopar.errors import ClusterError
+from autopar.products import Product, square_product
 
 PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
 """Primitives that the matrix units run."""
@@ -66,23 +68,33 @@ def operator_seconds(
     compute_seconds = flops / cluster.per_device_flops_per_second(dtype)
     if (profile := cluster.profile) is None:
         return max(compute_seconds, bytes_moved / cluster.per_device_memory_bytes_per_second)
-    if primitive in PRODUCTS:
-        measured = profile.product_seconds(flops, bytes_moved, dtype)
-    else:
-        measured = profile.operation_seconds(flops, primitive)
+    measured = profile.operation_seconds(flops, primitive)
     return max(
         compute_seconds if measured is None else measured, profile.memory_seconds(bytes_moved, streamed=streamed)
     )
 
 
+def product_seconds(
+    product: Product, bytes_moved: float, dtype: str, cluster: Cluster, *, streamed: bool = False
+) -> float:
+    """Seconds of a matrix product per device, as :func:`operator_seconds`; by what was measured of its dtype, if it was."""
+    profile = cluster.profile
+    measured = None if profile is None else profile.product_seconds(product, dtype)
+    if profile is None or measured is None:
+        return operator_seconds(product.flops, bytes_moved, dtype, cluster, streamed=streamed)
+    return max(measured, profile.memory_seconds(bytes_moved, streamed=streamed))
+
+
 def convolution_seconds(
     flops: float, bytes_moved: float, dtype: str, shape: ConvolutionShape, cluster: Cluster
 ) -> float:
-    """Seconds of a convolution per device, as :func:`operator_seconds`; where its family was measured, by that curve."""
+    """Seconds of a convolution per device, as :func:`operator_seconds`; by the curve of its
+    family, or as a square product.
+    """
     profile = cluster.profile
     measured = None if profile is None else profile.convolution_seconds(flops, shape, dtype)
     if profile is None or measured is None:
-        return operator_seconds(flops, bytes_moved, dtype, cluster, "conv_general_dilated")
+        return product_seconds(square_product(flops), bytes_moved, dtype, cluster)
     return max(measured, profile.memory_seconds(bytes_moved, streamed=False))
 
 
