@@ -20,8 +20,8 @@ from jax import lax
 
 from autopar.convolution_shapes import FEW_FEATURES, ConvolutionFamily
 
-IMAGES, IMAGES_OF_GRADIENTS, MANY_FEATURES, FEATURES_ON_ACCELERATORS = 2, 16, 64, 256
-"""Matrix units of accelerators are not filled by fewer."""
+IMAGES, MANY_IMAGES, MANY_FEATURES, FEATURES_ON_ACCELERATORS = 2, 16, 64, 256
+"""Matrix units of accelerators are not filled by fewer features; sums over few images are slow, and batches seldom so small."""
 _DIMENSIONS = ("NHWC", "HWIO", "NHWC")
 
 
@@ -38,11 +38,8 @@ class Convolution:
     """The gradient of the weights, whose operands are image and result."""
     own_side: int | None = None
     """Positions along a side of images that do not grow: there are as many more instead."""
-
-    @property
-    def images(self) -> int:
-        """The gradient of the weights sums over them; a batch is seldom of few."""
-        return IMAGES_OF_GRADIENTS if self.of_weights else IMAGES
+    images: int = IMAGES
+    """Of the smallest; the gradient of the weights sums over them."""
 
     def shapes(self, side: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of the operands, for as many positions in all as images with so many along a side have."""
@@ -76,10 +73,10 @@ CONVOLUTIONS = (
     Convolution(ConvolutionFamily.FEW_FEATURES, FEW_FEATURES),
     Convolution(ConvolutionFamily.MANY_FEATURES, MANY_FEATURES),
     Convolution(ConvolutionFamily.DILATED, MANY_FEATURES, window=2, transposed=True),
-    Convolution(ConvolutionFamily.LARGE_FEW_FEATURES, FEW_FEATURES, of_weights=True),
-    Convolution(ConvolutionFamily.LARGE_MANY_FEATURES, MANY_FEATURES, of_weights=True),
+    Convolution(ConvolutionFamily.LARGE_FEW_FEATURES, FEW_FEATURES, of_weights=True, images=MANY_IMAGES),
+    Convolution(ConvolutionFamily.LARGE_MANY_FEATURES, MANY_FEATURES, of_weights=True, images=MANY_IMAGES),
     Convolution(ConvolutionFamily.LARGE_DILATED, MANY_FEATURES, window=2, transposed=True, of_weights=True),
-    Convolution(ConvolutionFamily.LARGE_POINT, MANY_FEATURES, window=1, of_weights=True),
+    Convolution(ConvolutionFamily.LARGE_POINT, MANY_FEATURES, window=1, of_weights=True, images=MANY_IMAGES),
     Convolution(ConvolutionFamily.SMALL_DILATED, MANY_FEATURES, transposed=True, own_side=2),
 )
 
