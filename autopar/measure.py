@@ -287,7 +287,7 @@ class Measuring:
         """Seconds of one product of arrays of such shapes on each device, of which the one of position ``other`` is one of
         ``count`` in turn.
 
-        The second operand is the chain's value, of which one element depends on the product before.
+        The other operand is the chain's value, of which one element depends on the product before.
         """
 
         def link(value: jax.Array, one: jax.Array) -> jax.Array:

@@ -172,11 +172,18 @@ class Kernels:
 def _product(instruction: HloInstruction, computation: HloComputation, flops: float) -> Product:
     """Of operands as they lie."""
     left, right = (computation.operand(instruction, side).shape for side in range(2))
+    summed_left, summed_right = summed_dims(instruction, left, 0), summed_dims(instruction, right, 1)
     order = order_of(
-        left_turned=_lies_along(left, summed_dims(instruction, left, 0)) is False,
-        right_turned=_lies_along(right, summed_dims(instruction, right, 1)) is True,
+        left_turned=_is_turned(left, summed_left),
+        right_turned=_is_turned(right, [dim for dim in range(len(right.dims)) if dim not in summed_right]),
     )
     return Product(flops, left.elements, right.elements, next(iter(instruction.shape.leaves)).elements, order)
+
+
+def _is_turned(operand: HloShape, inside: Sequence[int]) -> bool:
+    """Whether other dimensions lie inside those that a product wants there; of a single row or column none do."""
+    lying = [*_lying(operand)]
+    return any(dim in inside for dim in lying) and lying[-1] not in inside
 
 
 def _bytes_of(instruction: HloInstruction, computation: HloComputation) -> int:
@@ -199,14 +206,6 @@ def _turned_bytes(instruction: HloInstruction, computation: HloComputation) -> i
     kept = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(reversed(there), reversed(here), strict=True))
     run_bits = before.itemsize_bits * math.prod(before.dims[dim] for dim, _ in kept)
     return 0 if run_bits >= _LINE_BITS else before.size_bytes + after.size_bytes
-
-
-def _lies_along(matrix: HloShape, summed: Sequence[int]) -> bool | None:
-    """Whether neighbours belong to one sum; None of a single row or column, which lies one way as the other."""
-    lying = [*_lying(matrix)]
-    if {dim in summed for dim in lying} != {True, False}:
-        return None
-    return lying[-1] in summed
 
 
 def _lying(shape: HloShape) -> Iterator[int]:

@@ -80,10 +80,10 @@ def kernel_cost(kernel: Kernel, strategy: Strategy, mesh: Mesh, cluster: Cluster
         shape = _convolution_shape(kernel, strategy, mesh)
         return KernelCost(flops, traffic, convolution_seconds(flops, traffic, dtype, shape, cluster))
     streamed = operator.phase is Phase.UPDATE
-    if operator.primitive == "dot_general":
+    if operator.primitive == "dot_general" and cluster.profile is not None:  # nothing else knows of orders or rows
         product = _product(kernel, flops, strategy, mesh, on_cpu=cluster.device.platform is Platform.CPU)
         return KernelCost(flops, traffic, product_seconds(product, traffic, dtype, cluster, streamed=streamed))
-    if operator.primitive in REDUCTIONS and cluster.profile is not None:  # nothing else tells rows from columns
+    if operator.primitive in REDUCTIONS and cluster.profile is not None:
         reduction = Reduction(operator.primitive, _row(kernel, strategy, mesh))
         seconds = reduction_seconds(flops, traffic, dtype, reduction, cluster, streamed=streamed)
         return KernelCost(flops, traffic, seconds)
