@@ -7,7 +7,8 @@ Let y = g(x) and let the strategy cut x into pieces x_d.  This file computes y_d
     y = max_d y_d or min_d y_d     over MAX and MIN factors (reduced here, at once).
 
 Mostly g_d is g with local shapes in its parameters.  The exceptions have a function of their own: what counts positions
-(iota, random bits) starts at the piece's position, what takes positions (gather, scatter) has them shifted.
+(iota, random bits) starts at the piece's position, what takes positions (gather, scatter) has them shifted; sums of few rows take
+two steps on GPUs (:mod:`autopar.schedule.column_sums`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autopar.cluster import Mesh
 from autopar.graph.ir import FactorKind, Operator
 from autopar.plan import Axes
+from autopar.schedule.column_sums import parts_of, sum_in_two_steps
 from autopar.schedule.host_calls import HOST_CALLS, call_once
 from autopar.schedule.local_params import (
     SCATTERS,
@@ -195,6 +197,24 @@ def _keep(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.Arra
             entries[dim] = PartitionSpec.UNCONSTRAINED
     placed = NamedSharding(sharding.mesh, PartitionSpec(*entries))
     return [lax.with_sharding_constraint(operands[0], placed)]
+
+
+# --- what takes another way on some platforms -----------------------------------------------------------------------
+
+
+def _sum(equation: Any, site: Site, operands: list[jax.Array]) -> list[jax.Array]:
+    """On GPUs few rows are added up in two steps.  A program that is yet to be planned is written for no platform."""
+    (x,), axes = operands, tuple(site.params["axes"])
+    parts = parts_of(x.shape, axes) if jnp.issubdtype(x.dtype, jnp.floating) else None
+    if parts is None or site.index is not lax.axis_index:
+        return _bind(equation, site, operands)
+    return [
+        lax.platform_dependent(
+            x,
+            cuda=partial(sum_in_two_steps, dims=len(axes), parts=parts),
+            default=lambda x: _bind(equation, site, [x])[0],
+        )
+    ]
 
 
 # --- what counts positions ------------------------------------------------------------------------------------------
@@ -386,6 +406,7 @@ _RUN: dict[str, Callable[[Any, Site, list[jax.Array]], list[jax.Array]]] = {
     **dict.fromkeys(SCATTERS, _scatter),
     **dict.fromkeys(("random_split", "rng_bit_generator", "rng_uniform"), _slice_whole),
     **dict.fromkeys(("sharding_constraint", "reshard", "device_put"), _keep),
+    "reduce_sum": _sum,
     "iota": _iota,
     "random_bits": _random_bits,
     **dict.fromkeys(HOST_CALLS, _host_call),
