@@ -140,6 +140,7 @@ def test_a_cluster_file_and_a_plan_file(tmp_path: Path, capsys: pytest.CaptureFi
     assert "hosts" in capsys.readouterr().err
 
 
+@pytest.mark.verify
 def test_profile_measures_and_stores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

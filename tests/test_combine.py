@@ -202,7 +202,7 @@ def check_all_reduces(compiled: Any) -> None:
     assert predicted == Counter(one.full_bytes for one in ran if one.reduction == "add")
 
 
-@pytest.mark.parametrize("method", ["zero2", "zero3"])
+@pytest.mark.parametrize("method", [pytest.param("zero2", marks=pytest.mark.verify), "zero3"])
 def test_gathers_of_parameters_pay_their_latency_together_on_gpus(method: str) -> None:
     """XLA:GPU gathers all that fits into 30 MiB at once; alone each of these small ones would cost its latency."""
     model = build("gpt", "toy")
@@ -235,7 +235,11 @@ def test_what_joins_pays_its_share_of_a_full_set() -> None:
 WAITS = tuple(WaitCurve(size, Curve(((1e-6, 0.25), (1e3, 0.25)))) for size in (2, 4, 8))
 
 
-@pytest.mark.parametrize("waits", [None, (), WAITS], ids=["not measured", "without waits", "with waits"])
+@pytest.mark.parametrize(
+    "waits",
+    [pytest.param(None, marks=pytest.mark.verify), (), WAITS],
+    ids=["not measured", "without waits", "with waits"],
+)
 def test_sums_that_xla_cpu_makes_one_pay_one_after_the_other(waits: tuple[WaitCurve, ...] | None) -> None:
     """Only the first of a set waits for devices that still work."""
     model = build("mlp_nnx", "toy")

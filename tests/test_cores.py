@@ -78,6 +78,7 @@ def test_a_system_without_control_groups_rations_nothing(tmp_path: Path) -> None
     assert usable_cores() > 0
 
 
+@pytest.mark.verify
 @pytest.mark.skipif(bool(why_not() or why_no_quota()), reason=why_not() or why_no_quota())
 def test_an_emulated_host_computes_on_its_cores_and_knows_them(tmp_path: Path) -> None:
     """What it starts is held to them; a driver on it is not."""
@@ -106,8 +107,13 @@ def test_xla_has_threads_for_collectives_on_all_devices_and_for_all_cores(monkey
     ("before", "environment", "said"),
     [
         ("", {"XLA_FLAGS": FLAG}, f"{WITH_SPARE} None"),
-        ("import jax; jax.config.update('jax_num_cpu_devices', 8)", {}, f"{WITH_SPARE} None"),
-        ("", {"XLA_FLAGS": FLAG, "NPROC": "9"}, "9 9"),
+        pytest.param(
+            "import jax; jax.config.update('jax_num_cpu_devices', 8)",
+            {},
+            f"{WITH_SPARE} None",
+            marks=pytest.mark.verify,
+        ),
+        pytest.param("", {"XLA_FLAGS": FLAG, "NPROC": "9"}, "9 9", marks=pytest.mark.verify),
     ],
     ids=["devices by the environment", "devices by JAX", "threads by the environment"],
 )

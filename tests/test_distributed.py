@@ -267,6 +267,7 @@ def test_what_lies_between_the_hosts_is_measured_by_all_of_them() -> None:
     assert first["waits"] == 2
 
 
+@pytest.mark.verify
 def test_evaluation_beside_training() -> None:
     """The key of the state is read by both stages, and only handed on by the first."""
     with jax.enable_x64(True):

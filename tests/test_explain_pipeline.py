@@ -159,6 +159,7 @@ def test_module_paths_leave_transformations_out(names: str, path: str) -> None:
     assert module_path(names) == path
 
 
+@pytest.mark.verify
 def test_a_plan_from_a_file_is_explained_after_a_run(explained: PipelineExplanation, step: Any, tmp_path: Path) -> None:
     step.plan(jax.eval_shape(make_state), examples()).save(tmp_path / "plan.json")
     other = autopar.parallelize(train_step, cluster=two_hosts())

@@ -50,7 +50,7 @@ def foretold_and_clock(rows: list[dict[str, Any]]) -> tuple[list[float], list[fl
     return foretold, [row["clock_seconds"] for row in rows]
 
 
-@pytest.mark.parametrize("case", [pytest.param("gpt", marks=pytest.mark.verify), "wide_resnet"])
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.verify) for case in ("gpt", "wide_resnet")])
 def test_plans_took_on_an_h100_the_time_and_the_memory_that_are_foretold(case: str) -> None:
     rows = rows_of(case)
     assert len(rows) >= 4

@@ -66,7 +66,7 @@ def really_crossing(step: Step, position: int) -> float:
     ("name", "count"),
     [
         pytest.param("gpt", 1, marks=pytest.mark.verify),
-        ("gpt", 2),
+        pytest.param("gpt", 2, marks=pytest.mark.verify),
         pytest.param("gpt_remat", 2, marks=pytest.mark.verify),
         pytest.param("t5", 2, marks=pytest.mark.verify),
         ("unet", 1),

@@ -48,7 +48,9 @@ def here(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.device_put(jnp.asarray(leaf), jax.devices()[0]), tree)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    "options", [OPTIONS[0], pytest.param(*OPTIONS[1].values, id="stages", marks=pytest.mark.verify)]
+)
 def test_results_and_layouts(options: dict[str, Any]) -> None:
     with jax.enable_x64(True):
         step = step_here(**options)

@@ -64,7 +64,10 @@ def test_pieces_of_pointwise_operators(pointwise: list[Case]) -> None:
     assert assert_local_equals_whole(pointwise, MESHES["2x4"], 2) == 2 * len(pointwise)
 
 
-@pytest.mark.parametrize(("name", "most"), [pytest.param("2x4", 5, marks=pytest.mark.verify), ("8", 1), ("2x2x2", 2)])
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [pytest.param("2x4", 5, marks=pytest.mark.verify), ("8", 1), pytest.param("2x2x2", 2, marks=pytest.mark.verify)],
+)
 def test_pieces_of_structured_operators(name: str, most: int, structured: list[Case]) -> None:
     mesh = MESHES[name]
     assert all(strategies_of(case, mesh, 1) for case in structured)

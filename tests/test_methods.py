@@ -151,7 +151,7 @@ def test_expert_parallelism_needs_experts() -> None:
         autopar.parallelize(mixture_step).plan(mixture, rows, method="expert_parallel", cluster=cluster)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.verify), jnp.bfloat16])
 def test_the_sums_behind_a_norm_are_added_and_reduced_once(dtype: Any) -> None:
     """No gradient is gathered for them, in no type, and no latency is paid for every array."""
     model = build("gpt", "toy", dtype)

@@ -282,7 +282,7 @@ def test_a_draw_that_has_no_parts_is_made_whole(impl: str) -> None:
         assert [graph.values[op.results[0]].shape for op in drawn] == [(BATCH, WIDTH)] * 2
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("impl", ["threefry2x32", pytest.param("rbg", marks=pytest.mark.verify)])
 def test_microbatches_draw_for_themselves_if_told_to(impl: str) -> None:
     count = 4
 
@@ -452,6 +452,7 @@ def changed_in(example: int, rng: np.random.Generator, batch: Any) -> Any:
     return other
 
 
+@pytest.mark.verify
 @given(st.sampled_from(LOSSES), st.integers(0, BATCH - 1), st.integers(0, 2**31))
 def test_pieces_change_only_with_their_own_examples(loss: Any, example: int, seed: int) -> None:
     """Perturb one example: of a value that is said to be cut, only that example's part may change."""
@@ -570,13 +571,14 @@ def every_value(graph: Any, leaves: list[Any]) -> dict[int, Any]:
 @pytest.mark.parametrize(
     ("name", "method", "count"),
     [
-        ("mlp_nnx", "tensor_parallel", 4),
+        pytest.param("mlp_nnx", "tensor_parallel", 4, marks=pytest.mark.verify),
         pytest.param("lstm", "zero2", 2, marks=pytest.mark.verify),
         pytest.param("gpt", "zero3", 2, marks=pytest.mark.verify),
         pytest.param("gpt_scan", "zero3", 4, marks=pytest.mark.verify),
     ],
 )
 def test_models_keep_their_numbers(name: str, method: str, count: int) -> None:
+    """The default run has a small model on one mesh in :mod:`tests.test_pipeline_models`."""
     check_model(name, method, count)
 
 
@@ -608,6 +610,7 @@ def check_model(name: str, method: str, count: int) -> None:
                 np.testing.assert_allclose(found.state[path], value, rtol=1e-9, atol=1e-12, err_msg=path)
 
 
+@pytest.mark.verify
 @pytest.mark.usefixtures("users_fusions")
 def test_gradients_are_reduced_once_per_step() -> None:
     model = build("mlp_nnx", "bench")
@@ -713,6 +716,7 @@ def test_impossible_counts_are_refused(count: Any, message: str) -> None:
         )
 
 
+@pytest.mark.verify
 def test_a_plan_with_microbatches_is_saved_and_used(tmp_path: Any) -> None:
     model = build("mlp_nnx", "toy")
     step = autopar.parallelize(model.train_step, stages=1, num_microbatches=2, cluster=eight_slow_devices())

@@ -131,6 +131,7 @@ def test_the_balance_loss_is_one_where_experts_share_equally_and_more_where_they
     assert float(route(crowded, 16, None)[1]) == pytest.approx(8 * float(crowded[0, 0, 7]), rel=1e-5)
 
 
+@pytest.mark.verify
 def test_published_mixtures_have_the_parameters_of_their_names() -> None:
     unit = {"M": 1e6, "B": 1e9}
     for name in moe.PUBLISHED:

@@ -167,6 +167,7 @@ def test_first_and_last_stage_share_a_host_where_they_share_a_table(
     assert plan.step_seconds < 0.8 * as_usual.step_seconds
 
 
+@pytest.mark.verify
 def test_an_explanation_says_why() -> None:
     model = tied()
     for stages, said in ((4, ["Stages 1 and 4 lie on one host: the 64.0 KiB"]), ([[0], [1], [2], [3]], [])):

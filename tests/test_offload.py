@@ -99,7 +99,7 @@ PRODUCT = [
     ("name", "options"),
     [
         ("mlp_nnx", {"method": "zero3"}),
-        ("mlp_nnx", {"mesh_shape": (2, 4), "num_microbatches": 2}),
+        pytest.param("mlp_nnx", {"mesh_shape": (2, 4), "num_microbatches": 2}, marks=pytest.mark.verify),
         pytest.param("gpt", {"mesh_shape": (2, 4), "num_microbatches": 2}, marks=pytest.mark.verify),
         *(pytest.param(*case, marks=pytest.mark.verify) for case in PRODUCT),
     ],
@@ -125,6 +125,7 @@ def test_the_same_numbers(name: str, options: dict[str, Any]) -> None:
         assert wrong_leaves(theirs, ours) == {}
 
 
+@pytest.mark.verify
 def test_what_is_on_the_host_is_not_moved_between_steps() -> None:
     """Leaves that lie as the plan wants go in as they are; others are brought there."""
     model = build("mlp_nnx")
@@ -368,6 +369,7 @@ def test_it_is_taken_where_nothing_fits_and_declined_elsewhere() -> None:
         planned(model, cluster.replace(host_memory_link=None), memory_per_device=between, **WHOLE)
 
 
+@pytest.mark.verify
 def test_more_devices_are_the_better_remedy() -> None:
     """Four devices cut the moments for nothing, so they stay there."""
     model = mlp(width=1024, layers=4, examples=64)

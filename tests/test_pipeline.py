@@ -125,13 +125,15 @@ def in_two_stages() -> Any:
     return pipeline(train_step, 2, 2)
 
 
-@pytest.mark.parametrize("loss", [masked_mean, with_dropout], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize(
+    "loss", [masked_mean, pytest.param(with_dropout, marks=pytest.mark.verify)], ids=lambda loss: loss.__name__
+)
 def test_losses_with_whole_batch_parts(loss: Any) -> None:
     step = pipeline(step_of(loss), 2, 4)
     same(after_two(step, step.init(make_state, examples())), after_two(jax.jit(step_of(loss)), make_state()))
 
 
-@pytest.mark.parametrize("name", ["multi_steps", "apply_if_finite"])
+@pytest.mark.parametrize("name", ["multi_steps", pytest.param("apply_if_finite", marks=pytest.mark.verify)])
 def test_optimizers_that_choose_after_the_microbatches(name: str) -> None:
     expected = optimizer_reference(name)
     with precision(jnp.float64):
@@ -217,7 +219,7 @@ def test_a_stage_on_every_device() -> None:
     "method",
     [
         "zero3",
-        "tensor_parallel",
+        pytest.param("tensor_parallel", marks=pytest.mark.verify),
         pytest.param("data_parallel", marks=pytest.mark.verify),
         pytest.param("zero2", marks=pytest.mark.verify),
     ],
@@ -315,6 +317,7 @@ def test_gradients_of_weights_are_apart_where_nobody_waits_for_them(tmp_path: Pa
     same(after_two(again, again.init(make_state, examples())), expected)
 
 
+@pytest.mark.verify
 def test_a_loop_over_layers_is_not_taken_apart() -> None:
     """Its backward pass makes the gradients of input and weights together, so all of it is what the stage before waits for."""
 
@@ -506,7 +509,9 @@ def test_the_steps_of_a_loop_over_microbatches_are_sound() -> None:
         ({"stages": 2, "num_microbatches": 3}, r"num_microbatches=3 does not divide the batch of 16"),
         ({"stages": 2, "mesh_shape": (8,)}, r"mesh_shape=\(8,\) does not fit"),
         ({"stages": 2, "constraints": {"**/kernal": P("data")}}, r"'\*\*/kernal' matches no argument leaf"),
-        ({"stages": 2, "memory_per_device": 1000}, r"no plan keeps .* per device"),
+        pytest.param(
+            {"stages": 2, "memory_per_device": 1000}, r"no plan keeps .* per device", marks=pytest.mark.verify
+        ),
     ],
 )
 def test_misuse(options: dict[str, Any], message: str) -> None:
@@ -550,6 +555,7 @@ def test_an_error_on_one_stage_ends_the_step_once() -> None:
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), jax.device_get(expected))
 
 
+@pytest.mark.verify
 def test_the_process_ends_when_it_is_done() -> None:
     program = textwrap.dedent("""
         import autopar

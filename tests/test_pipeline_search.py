@@ -35,8 +35,8 @@ DEFAULT = (
     FAST,
     BUDGET,
     "3 × 1 devices",
-    "three layers on 5",
-    "racks",
+    pytest.param("three layers on 5", marks=pytest.mark.verify),
+    pytest.param("racks", marks=pytest.mark.verify),
     "two kinds",
 )
 
@@ -184,6 +184,7 @@ def on_four_hosts(bytes_per_second: float) -> Case:
     return replace(eight_layers(1e-5), cluster=cluster_of(4, 1, network=bytes_per_second), microbatches=(8,))
 
 
+@pytest.mark.verify
 def test_weights_are_put_off_further_where_messages_are_slow_and_memory_allows() -> None:
     slow = on_four_hosts(SLOW_NETWORK)
     free, h1 = found_for(slow, Wanted()), found_for(slow, Wanted(schedule=Schedule.ZERO_BUBBLE_H1))
@@ -306,7 +307,9 @@ def test_a_schedule_of_ones_own_is_searched() -> None:
         search_pipelines(tasks.__getitem__, [1], Wanted(4, even_only), starts=starts)
 
 
-@pytest.mark.parametrize("latency_seconds", [1e-5, pytest.param(2e-3, marks=pytest.mark.verify)])
+@pytest.mark.parametrize(
+    "latency_seconds", [pytest.param(seconds, marks=pytest.mark.verify) for seconds in (1e-5, 2e-3)]
+)
 def test_free_stages_are_no_worse_than_those_of_one_device(latency_seconds: float) -> None:
     """Blocks are cut inside where there are more devices than blocks; what crosses there is no partial sum."""
     slow = Link(latency_seconds, 2e7, 2)

@@ -663,7 +663,7 @@ def test_executables_of_a_pipeline_pay_for_new_accumulators_and_not_for_the_stat
 
 
 @pytest.mark.parametrize("combined", [False, True])
-@pytest.mark.parametrize("sizes", [(8,), (2, 4), (2, 2, 2)])
+@pytest.mark.parametrize("sizes", [(8,), (2, 4), pytest.param((2, 2, 2), marks=pytest.mark.verify)])
 def test_the_reshard_table_adds_up_the_moves_at_any_size(sizes: tuple[int, ...], combined: bool) -> None:
     mesh = Mesh(("data", "model", "extra")[: len(sizes)], sizes)
     shape = (16, 24)
@@ -691,7 +691,11 @@ def _way_seconds(
     return total
 
 
-@pytest.mark.parametrize("waits", [(), (WaitCurve(8, Curve(((1e-6, 1e-5), (1e-2, 1e-3)))),)], ids=["", "waits"])
+@pytest.mark.parametrize(
+    "waits",
+    [pytest.param((), marks=pytest.mark.verify), (WaitCurve(8, Curve(((1e-6, 1e-5), (1e-2, 1e-3)))),)],
+    ids=["", "waits"],
+)
 def test_a_plan_on_measured_prices_agrees_with_its_program(waits: tuple[WaitCurve, ...]) -> None:
     model = build("mlp_nnx")
     cluster = Cluster.local(profile=profile_of(waits=waits))
@@ -771,6 +775,7 @@ print(Measuring(jax.devices()[:1], effort, lambda what: None).fresh().outputs.at
 """
 
 
+@pytest.mark.verify
 def test_new_memory_costs_more_than_memory_that_is_there() -> None:
     """64 MiB that are mapped and cleared page by page take longer than to write over them: a fact that no noise hides."""
     given_back = {"MALLOC_MMAP_THRESHOLD_": "1048576"}

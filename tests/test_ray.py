@@ -53,6 +53,7 @@ VERIFIED = (
     "fully sharded",
     "stages across hosts",
     "four stages",
+    "stages dealt round",
     "residuals on the hosts",
     "own order across hosts",
 )
@@ -73,6 +74,7 @@ def test_steps_equal_jit(cluster: autopar.Cluster, name: str) -> None:
     assert_equal(state, expected)
 
 
+@pytest.mark.verify
 def test_state_from_the_driver_and_back(cluster: autopar.Cluster) -> None:
     step = autopar.parallelize(train_step, cluster=cluster, stages=2, num_microbatches=2)
     state, _ = step(create(1), batch_of(0))
@@ -82,6 +84,7 @@ def test_state_from_the_driver_and_back(cluster: autopar.Cluster) -> None:
     assert_equal(ours, again)
 
 
+@pytest.mark.verify
 def test_waiting_for_a_state_asks_for_few_of_its_arrays(
     cluster: autopar.Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +123,7 @@ def test_arrays_behave_like_arrays(cluster: autopar.Cluster) -> None:
     assert jax.tree.structure(state) == jax.tree.structure(create(0))
 
 
+@pytest.mark.verify
 def test_donated_state_is_refused_and_the_next_one_works(cluster: autopar.Cluster) -> None:
     step = autopar.parallelize(train_step, cluster=cluster, **WHOLE)
     first = step.init(partial(create, 0), batch_of(0))
@@ -200,6 +204,7 @@ def test_kernels_that_the_hosts_may_not_have_are_refused_with_their_line(cluster
         autopar.parallelize(step, cluster=cluster)(np.ones((8, 8)))
 
 
+@pytest.mark.verify
 def test_arguments_that_cannot_be_sent_are_refused_and_the_step_works_on(cluster: autopar.Cluster) -> None:
     step = autopar.parallelize(train_step, cluster=cluster, **WHOLE)
     state = step.init(partial(create, 0), batch_of(0))
@@ -258,7 +263,10 @@ def test_workers_end_with_their_driver(local_ray: None, tmp_path: Path, sign: si
 
 @pytest.mark.parametrize(
     "options",
-    [{"constraints": {"batch**": PartitionSpec("data")}}, {"stages": 2, "num_microbatches": 2}],
+    [
+        {"constraints": {"batch**": PartitionSpec("data")}},
+        pytest.param({"stages": 2, "num_microbatches": 2}, marks=pytest.mark.verify),
+    ],
     ids=["mesh", "stages"],
 )
 def test_hosts_read_their_own_rows(cluster: autopar.Cluster, tmp_path: Path, options: dict[str, Any]) -> None:

@@ -108,6 +108,7 @@ def test_dots_repeats_no_product_without_batch_dimensions() -> None:
     assert plain_products(forms.program(forms.all(Remat.FULL))) > plain_products(plain)
 
 
+@pytest.mark.verify
 def test_predicted_memory_is_that_of_remat_in_the_body() -> None:
     """One mesh, and two stages that share the loop."""
     cluster = Cluster.preset("p3.16xlarge", hosts=1)
@@ -169,6 +170,7 @@ def test_the_scanned_gpt_on_one_mesh(kind: Remat) -> None:
     assert [wrong_leaves(a, b) for a, b in zip(expected.metrics, got.metrics, strict=True)] == [{}] * 5
 
 
+@pytest.mark.verify
 def test_a_small_loop_on_one_mesh() -> None:
     check_scanned(Remat.FULL, method="intra_op", mesh_shape=(8,))
 
@@ -248,6 +250,7 @@ def bodies(draw: st.DrawFn) -> tuple[int, tuple[tuple[int, int, int], ...], tupl
     return carries, tuple(steps), (*carried, last), rows, draw(st.booleans())
 
 
+@pytest.mark.verify
 @given(bodies(), st.sampled_from(AGAIN))
 def test_any_body(drawn: Any, kind: Remat) -> None:
     """Gradients of what it reads whole, row by row, and at first; some loops keep too much to be divided, and are left."""
@@ -379,6 +382,7 @@ def test_loops_over_time() -> None:
 # --------------------------------------------------------------------------------------------------- the planner
 
 
+@pytest.mark.verify
 def test_the_planner_finds_it_where_nothing_fits() -> None:
     model, cluster = deep_gpt(), Cluster.preset("p3.16xlarge", hosts=1).part((0,))
 
@@ -395,6 +399,7 @@ def test_the_planner_finds_it_where_nothing_fits() -> None:
     assert found.remat.is_any and found.peak_bytes <= most / 2
 
 
+@pytest.mark.verify
 def test_what_is_demanded_is_not_lost_to_the_memory_of_the_hosts() -> None:
     """State on the hosts is no cheaper way to keep what every layer was told not to keep."""
     model, cluster = deep_gpt(), Cluster.preset("p3.16xlarge", hosts=1).part(tuple(range(4)))

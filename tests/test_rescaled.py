@@ -97,6 +97,7 @@ def test_the_bound_of_the_same_number_is_the_optimum(planned: dict[Any, Any]) ->
     assert bound == pytest.approx(found.model.cost(found.options), rel=1e-3)
 
 
+@pytest.mark.verify
 def test_a_large_step_is_planned_in_as_good_a_number_as_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, cluster = subject(), eight_slow_devices()
     whole = make_plan(ours, cluster, replace(DEMANDS, memory_per_device=1e12))[1]

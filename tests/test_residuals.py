@@ -230,6 +230,7 @@ def choices(bytes_per_second: float, width: int) -> dict[str, Plan]:
     return {name: planned(model, cluster, **options, **more) for name, more in said.items()}
 
 
+@pytest.mark.verify
 def test_it_is_taken_over_a_fast_link_and_declined_over_a_slow_one() -> None:
     """NVLink-C2C takes 22 ps for a number there and back, an A100 2 · width / 117 TFLOP/s to make it again, PCIe 320 ps."""
     fast = choices(0.8 * 450e9, 8192)

@@ -1,4 +1,7 @@
-"""A host that is far ahead of its devices waits for them, and no program waits for a thread that another's waiting holds."""
+"""A host that is far ahead of its devices waits for them, and no program waits for a thread that another's waiting holds.
+
+Of whole steps the default run has two processes with few threads, in :mod:`tests.test_distributed`.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,8 @@ print(float(losses[-1]), float(said["loss"]))
 
 
 @pytest.mark.parametrize(
-    ("stages", "microbatches", "steps"), [(1, 1, 2 * STEPS), pytest.param(2, 16, 12, marks=pytest.mark.verify)]
+    ("stages", "microbatches", "steps"),
+    [pytest.param(1, 1, 2 * STEPS, marks=pytest.mark.verify), pytest.param(2, 16, 12, marks=pytest.mark.verify)],
 )
 def test_steps_that_nobody_waits_for(stages: int, microbatches: int, steps: int) -> None:
     # The pool of XLA:CPU has one thread for each device, as on a machine with few cores.

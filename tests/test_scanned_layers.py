@@ -1,4 +1,7 @@
-"""Loops over layers cut between trips: the numbers of the step as it was written, in pieces and in stages."""
+"""Loops over layers cut between trips: the numbers of the step as it was written, in pieces and in stages.
+
+Of those in stages the default run has one whose layers compute again, in :mod:`tests.test_remat_loops`.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ def scans_of(program: TracedProgram) -> list[int]:
 
 
 ROWS = list(product([Scanned(*row) for row in product((2, 5), OPTIMIZERS, (False, True))], (2, 3)))
-DEFAULT = ((Scanned(5, "adamw", is_remat=True), 2), (Scanned(2, "lamb"), 2), (Scanned(5, "adafactor"), 3))
+DEFAULT = ((Scanned(5, "adamw", is_remat=True), 2), (Scanned(5, "adafactor"), 3))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +130,7 @@ INTERLEAVED = {"stages": 4, "stages_per_mesh": 2, "mesh_shape": (4,)}
 @pytest.mark.parametrize(
     ("model", "options"),
     [
-        pytest.param(SHARED, {"stages": THREE, "schedule": "gpipe"}, id="three"),
+        pytest.param(SHARED, {"stages": THREE, "schedule": "gpipe"}, id="three", marks=pytest.mark.verify),
         pytest.param(Scanned(5, is_remat=True), INTERLEAVED, id="interleaved", marks=pytest.mark.verify),
         pytest.param(Scanned(4, "lamb"), {"schedule": "1f1b"}, id="lamb", marks=pytest.mark.verify),
         pytest.param(Scanned(4, "adafactor"), {"schedule": "zb_h1"}, id="adafactor", marks=pytest.mark.verify),

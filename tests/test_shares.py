@@ -130,6 +130,7 @@ def test_meshes_of_the_users_on_three_meshes() -> None:
     assert [stage.devices for stage in plan.stages] == [(2,), (0,), (1,)] and plan.num_meshes == 3
 
 
+@pytest.mark.verify
 def test_on_ray(cluster: autopar.Cluster) -> None:
     """Two hosts of two devices, each with the whole model; gradients cross between their worlds."""
     step = autopar.parallelize(cluster=cluster, method=Shares((3, 1)), stages=2)(ray_step)

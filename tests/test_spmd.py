@@ -414,7 +414,10 @@ def test_any_stage_of_a_gpt_step_computes_the_same(variant: str, seed: int) -> N
     )
 
 
-@pytest.mark.parametrize("variant", GPT_VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(one, marks=() if one == "scanned" else pytest.mark.verify) for one in GPT_VARIANTS],
+)
 def test_any_stage_of_a_gpt_step_is_sound(variant: str) -> None:
     """Without running: many random stages keep every promise of the list of steps."""
     planned = planned_gpt(**GPT_VARIANTS[variant])

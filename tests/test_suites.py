@@ -77,6 +77,7 @@ def test_grids_of_megatron_use_all_devices_and_tensors_stay_in_a_host() -> None:
 SPARSE = Cell(Suite.MOE, 4, "toy", 16, PlanFound((StageFound((4, 1), 2),), 1), CELLS[Suite.MOE, 4].measured)
 
 
+@pytest.mark.verify
 def test_deepspeed_keeps_each_expert_on_one_device_and_trains_with_adam() -> None:
     found = outcome(SPARSE, Asked.DEEPSPEED, cluster_of(4))
     assert found.plan is not None and row_of(found).published == 0.12
@@ -151,6 +152,7 @@ def test_only_what_was_measured_apart_has_an_order() -> None:
     assert [pair.is_kept for pair in turned] == [False]
 
 
+@pytest.mark.verify
 def test_what_does_not_fit_is_told_with_what_it_needs() -> None:
     cluster = cluster_of(4)
     small = cluster.replace(device=dataclasses.replace(cluster.device, memory_bytes=1 << 14))

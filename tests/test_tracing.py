@@ -227,7 +227,7 @@ def gpt_arguments(**options):
     return state, {"inputs": tokens, "labels": np.roll(tokens, -1, 1)}, jax.random.key(3)
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.verify), True])
 def test_flax_train_step(remat):
     arguments = gpt_arguments(remat=remat)
     program = assert_same_program(gpt_step, *arguments)

@@ -63,7 +63,7 @@ def test_a_step_on_so_many_devices_has_the_numbers_of_one(count: int) -> None:
 @pytest.mark.parametrize(
     ("count", "hosts", "stages", "sizes"),
     [
-        (3, 1, 2, {1, 2}),
+        pytest.param(3, 1, 2, {1, 2}, marks=pytest.mark.verify),
         pytest.param(5, 1, 2, None, marks=pytest.mark.verify),
         pytest.param(6, 2, 3, None, marks=pytest.mark.verify),
         pytest.param(3, 3, 3, {1}, marks=pytest.mark.verify),
@@ -80,7 +80,7 @@ def test_pipelines_on_so_many_devices_have_the_numbers_of_one(
 @pytest.mark.parametrize(
     ("method", "count"),
     [
-        ("data_parallel", 3),
+        pytest.param("data_parallel", 3, marks=pytest.mark.verify),
         ("zero3", 6),
         ("tensor_parallel", 3),
         *(
@@ -93,12 +93,15 @@ def test_no_method_refuses_so_many_devices(method: str, count: int) -> None:
     check("mlp_nnx", slow_devices(count), method=method)
 
 
+@pytest.mark.verify
 def test_hand_made_stages_are_spread_as_evenly_as_hosts_allow() -> None:
     plan = check("mlp_nnx", slow_devices(5), stages=2, method="zero2")
     assert [stage.devices for stage in plan.stages] == [(0, 1, 2), (3, 4)]
 
 
-@pytest.mark.parametrize("options", [{"method": "zero3"}, {"stages": 2, "num_microbatches": 2}])
+@pytest.mark.parametrize(
+    "options", [{"method": "zero3"}, pytest.param({"stages": 2, "num_microbatches": 2}, marks=pytest.mark.verify)]
+)
 def test_the_devices_are_the_users(options: dict[str, Any]) -> None:
     chosen = jax.devices()[6:2:-1][:3]
     cluster = Cluster.local(chosen).replace(device=eight_slow_devices().device)

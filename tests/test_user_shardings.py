@@ -378,6 +378,7 @@ print(parallel(function).plan(make_state(), make_batch()).fingerprint)
 """
 
 
+@pytest.mark.verify
 def test_the_fingerprint_is_the_same_in_another_process_and_for_an_abstract_mesh() -> None:
     arguments = make_state(), make_batch()
     abstract = two_by_four().abstract_mesh

@@ -25,7 +25,7 @@ from tests.toy_runs import METHODS, eight_slow_devices
 
 pytestmark = pytest.mark.usefixtures("users_fusions")
 
-SAMPLE = (("mlp_nnx", "auto"), ("llama_nnx", "data_parallel"))
+SAMPLE = (("mlp_nnx", "auto"), pytest.param("llama_nnx", "data_parallel", marks=pytest.mark.verify))
 
 
 def verified(name: str, method: str, size: str, cluster: Cluster) -> autopar.Verification:
