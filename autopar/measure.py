@@ -33,13 +33,14 @@ from autopar.curves import Curve
 from autopar.efforts import FULL, Effort
 from autopar.errors import ClusterError
 from autopar.host_memory import keep_freed_memory
-from autopar.measured_collectives import collective_curves, group_sizes, share_cores, waiting_seconds
+from autopar.measured_collectives import collective_curves, share_cores
 from autopar.measured_convolutions import Convolution
 from autopar.measured_exchanges import SelfExchange
 from autopar.measured_loops import LoopedKernels
 from autopar.measured_operations import Operation
 from autopar.measured_products import multiplied, operand_shapes
 from autopar.measured_queues import QueuedKernels
+from autopar.measured_waits import waiting_seconds
 from autopar.measured_worlds import Asked, world_curves
 from autopar.products import DeepCurve, ProductArray, ProductCurve, ProductOrder, UseCurve
 from autopar.profile import (
@@ -159,11 +160,9 @@ class Measuring:
 
     def waits(self) -> Iterator[WaitCurve]:
         """What small all-reduces take longer the more work lies before them; of devices that share cores."""
-        for group_size in group_sizes(self._bench) if share_cores(self._bench) else ():
-            self._say(f"collectives among {group_size} after work")
-            yield WaitCurve(
-                group_size, Curve.through(waiting_seconds(self._bench, group_size, self._effort.work_sides))
-            )
+        if share_cores(self._bench):
+            for group_size, waits in waiting_seconds(self._bench, self._effort.work_sides, self._say).items():
+                yield WaitCurve(group_size, Curve.through(waits))
 
     def products(self) -> Iterator[ProductCurve]:
         """Square products of every dtype and order, until one takes too long."""

@@ -9,7 +9,7 @@ stands between matrix products, and
     seconds of one = median of (L collectives after work − 1 collective and as much work, just before) / (L − 1)
 
 where the one collective in either chain is that which waits for devices that were started later.  Curves are of collectives
-after little work; what small ones take longer after more of it is measured as *waits*.  (All-reduces among eight devices on two
+after little work; what more of it adds is measured elsewhere (:mod:`autopar.measured_waits`).  (All-reduces among eight on two
 cores took 0.18 ms soon after another, 0.2 ms after 0.3 ms of work, 0.5 ms after 1 to 2 ms, and 1.2 ms after 14 ms.)
 
 Devices that share cores share caches as well, and among all that a step does neither what a collective sends nor where it puts
@@ -21,7 +21,7 @@ and 0.46.  By the first, a Llama under ZeRO was foretold at 0.83 to 0.87 of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -39,10 +39,6 @@ WORKED_CHAIN = 17
 """Links of a chain of collectives between products."""
 TURN_BYTES = 1 << 26
 """A device comes back to an array after so many bytes, if the chain is that long; after another one at least."""
-PATIENCE = 10
-"""So many times as long as for another figure is looked for what collectives wait."""
-WAITING_ELEMENTS = 1024
-"""Of float32 on each device, in the collectives of which waits are measured."""
 
 
 def share_cores(bench: Bench) -> bool:
@@ -88,35 +84,12 @@ def collective_seconds(bench: Bench, kind: Collective, group_size: int, elements
     )
 
 
-def waiting_seconds(bench: Bench, group_size: int, work_sides: tuple[int, ...]) -> dict[float, float]:
-    """Seconds of work → seconds that a small all-reduce takes longer after it than after the least; of shared cores.
-
-    What is looked for is a few percent of the work, so it is looked for longer than other figures.
-    """
-    patient = Bench(bench.devices, replace(bench.timer, seconds=PATIENCE * bench.timer.seconds))
-    return waits_of(
-        [_worked(patient, Collective.ALL_REDUCE, group_size, WAITING_ELEMENTS, side) for side in work_sides]
-    )
-
-
 @dataclass(frozen=True)
 class Worked:
     """Of one link of a chain, as long as all devices need for it."""
 
     work_seconds: float
     collective_seconds: float
-
-
-def waits_of(found: Sequence[Worked]) -> dict[float, float]:
-    """Seconds of work → seconds that the collective after it takes longer than that of the first.
-
-    Nobody waits less for more work: where noise says so, what was found after less of it stands.
-    """
-    least, longest, waits = found[0].collective_seconds, LEAST_SECONDS, {}
-    for one in sorted(found, key=lambda one: one.work_seconds):
-        longest = max(longest, one.collective_seconds - least)
-        waits[one.work_seconds] = longest
-    return waits
 
 
 def sizes_of(kind: Collective, full_bytes: int, group_size: int) -> tuple[int, float]:

@@ -26,16 +26,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh
 
-from autopar.bench import SPEC
 from autopar.cluster import Cluster
 from autopar.cores import quota_cores
 from autopar.cost_model.collectives import Collective
 from autopar.curves import Curve, Samples
 from autopar.errors import ClusterError
-from autopar.measured_collectives import LINKS, WAITING_ELEMENTS, Worked, check_count, sizes_of, waits_of
+from autopar.measured_collectives import Worked, sizes_of
+from autopar.measured_waits import WAITING_ELEMENTS, Link, waits_of, worked
 from autopar.network import Network, Span, SpanCurve, SpanWait, spans_of
 from autopar.on_ray import fleet_of
 from autopar.timing import LEAST_SECONDS, timer_of
@@ -206,39 +205,6 @@ def _mesh(devices: Sequence[Any], asked: Asked) -> Mesh:
     return Mesh(grouped.reshape(-1, span.group_size), ("other", "group"), axis_types=(AxisType.Auto,) * 2)
 
 
-def _worked(mesh: Mesh, asked: Asked, elements: int, side: int) -> Worked:
-    """A link of a chain: two products of matrices of that side, and a collective to which each device brings so many float32."""
-    link, size, length = LINKS[asked.kind], asked.span.group_size, asked.effort.chain
-
-    def program(sends: jax.Array, value: jax.Array, weights: jax.Array) -> _State:
-        def work(state: _State) -> _State:
-            value, activations = state
-            activations = (activations + value[0]) @ weights @ weights
-            return value.at[0].set(activations[0, 0]), activations
-
-        def send(state: _State) -> _State:
-            value, activations = work(state)
-            return link(value, size), activations
-
-        state = lax.fori_loop(0, sends, lambda _, state: send(state), (value, weights))
-        return lax.fori_loop(sends, length, lambda _, state: work(state), state)
-
-    local = jax.shard_map(
-        program, mesh=mesh, in_specs=(PartitionSpec(), SPEC, SPEC), out_specs=(SPEC, SPEC), check_vma=False
-    )
-    value, weights = _zeros(mesh, elements), _zeros(mesh, side, side)
-    counts = [_placed(mesh, np.int32(count), PartitionSpec()) for count in (1, length)]
-    compiled: Any = jax.jit(local).lower(counts[0], value, weights).compile()
-    check_count(asked.kind, 1, compiled.as_text())  # in the body of the first loop
-    one, many = (lambda count=count: compiled(count, value, weights) for count in counts)
-    least, more = timer_of(0.0, asked.effort.runs, quota_cores()).waiting(one, many)
-    return Worked(least / length, max(more / (length - 1), LEAST_SECONDS))
-
-
-def _zeros(mesh: Mesh, *shape: int) -> jax.Array:
-    """So many on each device."""
-    return _placed(mesh, np.zeros((mesh.size * shape[0], *shape[1:]), np.float32), SPEC)
-
-
-def _placed(mesh: Mesh, whole: Any, spec: PartitionSpec) -> jax.Array:
-    return jax.make_array_from_callback(np.shape(whole), NamedSharding(mesh, spec), lambda index: whole[index])
+def _worked(mesh: Mesh, asked: Asked, elements: int, work_side: int) -> Worked:
+    link = Link(asked.kind, asked.span.group_size, elements, work_side)
+    return worked(mesh, link, asked.effort.chain, timer_of(0.0, asked.effort.runs, quota_cores()))

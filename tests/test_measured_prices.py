@@ -31,11 +31,12 @@ from autopar.efforts import FULL
 from autopar.graph.flops import flops_of
 from autopar.graph.fusion import fuse
 from autopar.graph.ir import Phase
-from autopar.measured_collectives import collective_seconds, waiting_seconds
+from autopar.measured_collectives import Worked, collective_seconds
 from autopar.measured_convolutions import CONVOLUTIONS, Convolution
+from autopar.measured_waits import rising, waiting_seconds, waits_of
 from autopar.profile import ConvolutionCurve, Profile, WaitCurve
 from autopar.profile_file import load_profile, save_profile
-from autopar.timing import Timer
+from autopar.timing import LEAST_SECONDS, Timer
 from tests.test_profile import profile_of
 
 DIMENSIONS = ("NHWC", "HWIO", "NHWC")
@@ -351,11 +352,28 @@ def test_devices_wait_no_longer_than_after_the_most_work_that_was_measured() -> 
 # ------------------------------------------------------------------------------------------------------------ measuring
 
 
+def test_waits_are_what_a_collective_takes_longer_than_after_the_least_work() -> None:
+    found = waits_of([Worked(1e-4, 2e-4), Worked(1e-3, 5e-4), Worked(1e-2, 1e-4)])
+    assert found == {1e-4: LEAST_SECONDS, 1e-3: pytest.approx(3e-4), 1e-2: LEAST_SECONDS}
+
+
+def test_who_waits_for_more_others_waits_no_less() -> None:
+    """After the same work, which takes each size of group its own seconds; figures that rise stay."""
+    found = rising({8: {1e-4: 1.0, 2e-2: 4.0}, 2: {2e-4: 1.0, 1e-2: 9.0}, 4: {1e-4: 2.0, 1e-2: 5.0}})
+    assert found == {
+        2: {2e-4: 1.0, 1e-2: pytest.approx(6.0)},
+        4: {1e-4: pytest.approx(1.5), 1e-2: pytest.approx(6.0)},
+        8: {1e-4: pytest.approx(1.5), 2e-2: pytest.approx(6.0)},
+    }
+
+
 @pytest.mark.verify
 def test_devices_that_share_cores_wait_longer_after_more_work() -> None:
     """An order that no noise turns round: 1.2 ms against 0.2 when it was looked up."""
     bench = Bench(jax.devices(), Timer(0.2, 5))
-    after = waiting_seconds(bench, 8, (16, 512))
+    found = waiting_seconds(bench, (16, 512), lambda line: None)
+    assert sorted(found) == [2, 4, 8]
+    after = found[8]
     little, much = sorted(after)
     assert much > 20 * little
     soon = collective_seconds(bench, autopar.cost_model.collectives.Collective.ALL_REDUCE, 8, 1024, 16)
