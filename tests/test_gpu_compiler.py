@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import statistics
 
 import jax
@@ -21,6 +22,7 @@ from autopar import _compat
 from autopar.cluster import Cluster
 from autopar.compilers import Compiler
 from autopar.explain.verification import NO_AXES, Tolerances
+from autopar.schedule.column_sums import ROWS, parts_of
 from benchmarks.models import build
 from benchmarks.models.base import Model
 from benchmarks.models.gpt import model_of
@@ -195,3 +197,33 @@ def sent_bytes(found: autopar.Verification) -> float:
 
 def test_the_memory_of_all_of_them_is_within_the_median() -> None:
     assert statistics.median(abs(off_by(verified(*case))) for case in PRODUCT) <= MEDIAN
+
+
+def sums_between(rows: int) -> set[int]:
+    """How many sums stand between the steps in which so many rows are added up, in a kernel that writes an array beside them."""
+
+    def step(total: jax.Array, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
+        wave = jnp.tanh(batch)
+        return total + jnp.sum(wave, axis=0), wave
+
+    shapes = jax.ShapeDtypeStruct((768,), "float32"), jax.ShapeDtypeStruct((rows, 768), "float32")
+    planned = autopar.parallelize(step, cluster=Cluster.preset("p5.48xlarge").part((0,)))
+    text = planned.compile(*shapes, compiler=Compiler.H100).as_text()
+    entry = text[text.index("ENTRY") :]
+    return {int(number) for number in re.findall(r"f32\[(\d+),768\]", entry)} - {rows}
+
+
+@pytest.mark.parametrize("rows", [ROWS[0], 3136, ROWS[-1]])
+def test_few_rows_are_added_up_in_the_parts_of_ours(rows: int) -> None:
+    assert sums_between(rows) == {parts_of((rows, 768), (0,))}
+
+
+@pytest.mark.parametrize("rows", [ROWS[-1] + 1, 12544])
+def test_more_rows_are_added_up_in_two_steps_by_the_compiler(rows: int) -> None:
+    """So that two of ours would only be in its way."""
+    assert parts_of((rows, 768), (0,)) is None
+    assert len(sums_between(rows)) == 1
+
+
+def test_fewer_rows_are_added_up_at_once() -> None:
+    assert sums_between(ROWS[0] - 1) == set()
