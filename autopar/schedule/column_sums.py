@@ -4,10 +4,11 @@ A gradient of a bias is the sum of R rows of C columns.  With R = P · Q and row
 
     Σ_r x[r, c]  =  Σ_p ( Σ_q x[p, q, c] ),      p < P,  q < Q.
 
-XLA:GPU gives each block of threads 32 columns with all their rows, so C = 768 keeps 24 of an H100's 132 processors at work.  From
-more than 4,096 rows on it adds up in two steps, as above.  Below that the sums alone still cost little; but what a kernel writes
-beside them (arrays of the whole size, made of the same operands) those few blocks write as well.  Where a batch is cut into
-microbatches its sums have so few rows: a ViT's step in 4 of them takes 82.5 ms on an H100, with P = 16 it takes 66.4.
+XLA:GPU gives each block of threads 32 columns with all their rows, so C = 768 keeps 24 of an H100's 132 processors at work.
+From more than 4,096 rows on it adds up in two steps, as above.  Below that the sums alone still cost little; but what a
+kernel writes beside them (arrays of the whole size, made of the same operands) those few blocks write as well.  Where a
+batch is cut into microbatches its sums have so few rows: a ViT's step in 4 of them takes 82.5 ms on an H100, with P = 16
+it takes 66.4.
 
 The barrier between the steps keeps XLA from making one of them again.  Other platforms add up in one step.
 """
