@@ -74,7 +74,6 @@ class Asked:
     effort: NetworkEffort
 
 
-_State = tuple[jax.Array, jax.Array]
 Measure = Callable[[Sequence[Any], Asked], Samples]
 """What each process does: all devices of the world, host by host, and what is asked."""
 Together = Callable[[Measure, Asked], Samples]

@@ -65,7 +65,7 @@ def waiting_seconds(bench: Bench, work_sides: Sequence[int], say: Callable[[str]
 
 
 def waits_of(found: Sequence[Worked]) -> Waits:
-    """What was found after the most work, and so on, held against what was found after the least, the first."""
+    """What each collective takes longer than the first, which comes after the least work."""
     least = found[0].collective_seconds
     return {one.work_seconds: max(one.collective_seconds - least, LEAST_SECONDS) for one in found}
 
