@@ -2,7 +2,9 @@
 
 One per move, and what stands around it: XLA:CPU takes an all-to-all apart into its pieces, and a collective along an inner
 dimension copies the array into an order in which what it sends lies together.  On CPU the interpreter makes that copy itself, of
-what is scattered before it is sent and of what is gathered once it is there (:mod:`autopar.runtime.collectives`).
+what is scattered before it is sent and of what is gathered once it is there (:mod:`autopar.runtime.collectives`).  What is cut
+into p pieces and put together of them is one kernel that reads the array as long as p ≤ 8; for more XLA:CPU keeps each piece
+in a buffer of its own, B / p bytes, until all are there.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ from autopar.cost_model.reshard import COLLECTIVE_OF_MOVE, merging
 from autopar.graph.merging import Merged, merged_values
 from autopar.schedule.reshard import Move, MoveKind, after_move
 from autopar.schedule.spmd import Buffer, Reshard
+
+FUSED_PIECES = 8
+"""XLA:CPU computes as many operands, at most, within the kernel that puts them together."""
 
 
 class MovedArrays:
@@ -49,10 +54,14 @@ class MovedArrays:
             case MoveKind.ALL_REDUCE:
                 return self._collective(move, (node,), size, tenant, step)
             case MoveKind.ALL_TO_ALL if self._nodes.on_cpu:
-                pieces = self._nodes.add(Form.KERNEL, (node,), size, tenant, value, step.cause)
-                self._nodes[pieces].is_made_anew = True
-                sent = self._nodes.add(Form.KERNEL, (pieces,), size, tenant, value, step.cause)
-                return self._nodes.add(Form.COSTLY, (sent,), size, tenant, value, step.cause)
+                cut = self._nodes.add(
+                    Form.KERNEL, self._pieces(node, move, tenant, step), size, tenant, value, step.cause
+                )
+                self._nodes[cut].is_made_anew = True
+                sent = self._nodes.add(Form.KERNEL, (cut,), size, tenant, value, step.cause)
+                return self._nodes.add(
+                    Form.COSTLY, self._pieces(sent, move, tenant, step), size, tenant, value, step.cause
+                )
         order = (move.dim, *(dim for dim in range(len(shape)) if dim != move.dim))
         is_cut = any(extent > 1 for extent in shape[: max(move.dim, 0)])
         if self._nodes.on_cpu and is_cut:
@@ -63,7 +72,9 @@ class MovedArrays:
             is_turned_before = is_cut or (self._nodes.on_cpu and move.dim > 0)
             lies_so = self._lies_transposed(node) and step.target not in self._nodes.program.outputs
             is_turned = is_turned_before or lies_so
-        if is_turned_before:
+        if is_turned_before and self._nodes.on_cpu and is_cut:
+            node = self._nodes.once((node, order, move.axes), partial(self._put_together, node, move, tenant, step))
+        elif is_turned_before:
             node = self._nodes.relayout(node, order)
         if move.kind is MoveKind.EXCHANGE_SUM:
             node = self._nodes.add(Form.KERNEL, (node,), self._nodes.bytes_of(before), tenant, value, step.cause)
@@ -75,6 +86,25 @@ class MovedArrays:
             sent, node = node, self._nodes.relayout(node, ())
             self._turned[node] = sent
         return node
+
+    def _put_together(self, node: int, move: Move, tenant: Tenant, step: Reshard) -> int:
+        """The interpreter's own copy of an array, in which the pieces for each device stand one after the other."""
+        pieces, old = self._pieces(node, move, tenant, step), self._nodes[node]
+        if pieces == (node,):
+            return self._nodes.again(node, Form.CHEAP)
+        number = self._nodes.add(Form.KERNEL, pieces, old.size_bytes, tenant, step.source.value, step.cause)
+        self._nodes[number].shape = old.shape
+        return number
+
+    def _pieces(self, node: int, move: Move, tenant: Tenant, step: Reshard) -> tuple[int, ...]:
+        """What an array is put together of: itself, or so many pieces that each has a buffer."""
+        count = self._nodes.program.mesh.axis_size(*move.axes)
+        if count <= FUSED_PIECES:
+            return (node,)
+        size = self._nodes[node].size_bytes // count
+        return tuple(
+            self._nodes.add(Form.KERNEL, (node,), size, tenant, step.source.value, step.cause) for _ in range(count)
+        )
 
     def _lies_transposed(self, node: int) -> bool:
         """Whether XLA:CPU sends an array in the order of what it is the transpose of, so that nothing is moved for it."""
