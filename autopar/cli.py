@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from autopar.cluster import Cluster
 
 OK, DIFFERENT, BAD_INPUT = 0, 1, 2
+PROFILED_DTYPES = ("float32", "bfloat16", "float64")
 MEBIBYTE = 1 << 20
 _CASE_HELP = "a function of no arguments that returns (train_step, args) or (train_step, args, kwargs)"
 
@@ -126,6 +127,14 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to (default: the user's cache directory)")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and runs, for a first impression")
     parser.add_argument("--devices", type=_count, help="virtual CPU devices (default: what the environment says)")
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        choices=PROFILED_DTYPES,
+        metavar="DTYPE",
+        help=f"of products: those that your models compute in, of {', '.join(PROFILED_DTYPES)} (default: all, float64 not on "
+        "accelerators; --quick: float32)",
+    )
     parser.set_defaults(command=_profile)
 
 
@@ -138,8 +147,11 @@ def _profile(given: argparse.Namespace) -> int:
     from autopar.profile_file import default_path, save_profile
     from autopar.progress import Progress
 
+    effort = efforts.QUICK if given.quick else efforts.FULL
+    if given.dtypes is not None:
+        effort = effort.of_dtypes(tuple(dict.fromkeys(given.dtypes)))
     with Progress("profile") as progress:
-        profile = measure(efforts.QUICK if given.quick else efforts.FULL, progress.say)
+        profile = measure(effort, progress.say)
     path = given.out or default_path(profile.platform, profile.device_kind, profile.num_devices)
     save_profile(profile, path)
     _print_measured(f"{profile.num_devices} × {profile.device_kind}, {profile.machine}", profile_rows(profile), path)

@@ -66,6 +66,11 @@ class Effort:
     on_accelerators: Effort | None = None
     """What stands instead where devices are no processors: their work is larger; None: the same."""
 
+    def of_dtypes(self, dtypes: tuple[str, ...]) -> Effort:
+        """The same with products of other dtypes, wherever it is spent."""
+        there = self.on_accelerators
+        return replace(self, dtypes=dtypes, on_accelerators=None if there is None else there.of_dtypes(dtypes))
+
 
 _FULL_ON_ACCELERATORS = Effort(
     full_bytes=tuple(1 << power for power in (10, 13, 16, 18, 20, 22, 24, 26, 28)),

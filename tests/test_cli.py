@@ -13,6 +13,7 @@ import pytest
 from autopar import efforts, measure
 from autopar.cli import BAD_INPUT, DIFFERENT, OK, main
 from autopar.cluster import Cluster
+from autopar.errors import ClusterError
 from autopar.explain import verification
 from autopar.products import ProductOrder
 from autopar.profile_file import default_path, load_profile
@@ -174,6 +175,30 @@ def test_profile_measures_and_stores(
     stored = default_path("cpu", "cpu", 8)
     assert f"written to {stored}" in capsys.readouterr().out.replace("\n", "")
     assert load_profile(stored).num_devices == 8
+
+
+def test_a_profile_is_of_the_dtypes_that_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[efforts.Effort] = []
+
+    def stop(effort: efforts.Effort, say: object) -> None:
+        asked.append(effort)
+        raise ClusterError("enough")
+
+    monkeypatch.setattr(measure, "measure", stop)
+    where = ["--out", str(tmp_path / "mine.json")]
+    assert main(["profile", *where]) == BAD_INPUT
+    assert main(["profile", *where, "--dtypes", "bfloat16", "float32", "bfloat16"]) == BAD_INPUT
+    assert main(["profile", *where, "--quick", "--dtypes", "float64"]) == BAD_INPUT
+    assert asked[0] == efforts.FULL
+    assert [one.dtypes for one in asked[1:]] == [("bfloat16", "float32"), ("float64",)]
+    there = asked[1].on_accelerators
+    assert there is not None and there.dtypes == ("bfloat16", "float32")
+    assert there.sides == efforts.FULL.on_accelerators.sides  # type: ignore[union-attr]
+    with pytest.raises(SystemExit, match="2"):
+        main(["profile", "--dtypes", "int7"])
+    assert "float32" in capsys.readouterr().err
 
 
 def test_a_profile_that_cannot_be_stored_is_refused_before_anything_is_measured(
