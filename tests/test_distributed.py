@@ -323,6 +323,7 @@ def test_stages_share_a_loop_over_layers(tmp_path: Path) -> None:
         assert "[0:2] on devices" in said["layers"]
 
 
+@pytest.mark.verify
 def test_many_programs_are_started_with_few_threads() -> None:
     """More than wait in XLA's queues; those that meet in a collective need the threads that would wait to put in one more."""
     with jax.enable_x64(True):

@@ -65,6 +65,7 @@ def test_plans_took_on_an_h100_the_time_and_the_memory_that_are_foretold(case: s
     assert all(-0.05 <= error <= CLOSE for error in errors), errors
 
 
+@pytest.mark.verify
 def test_plans_of_an_lstm_come_in_the_order_of_the_clock() -> None:
     """Its weights, 1500 wide, XLA pads in every step of time, which nobody foretells: all take longer alike."""
     foretold, clock = foretold_and_clock(rows_of("lstm"))
@@ -84,6 +85,7 @@ def test_plans_of_a_vit_come_in_the_order_of_the_clock() -> None:
     assert all(0.85 <= said / seconds <= 1.15 for said, seconds in zip(foretold, clock, strict=True))
 
 
+@pytest.mark.verify
 def test_the_memory_of_dropouts_is_that_of_their_masks() -> None:
     for row in rows_of("vit"):
         if row["name"].startswith("none"):

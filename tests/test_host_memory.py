@@ -65,10 +65,11 @@ def left_alone() -> list[float]:
     return shares
 
 
+@pytest.mark.verify
 @pytest.mark.usefixtures("left_alone")
 @pytest.mark.parametrize(
     ("how", "environment"),
-    [("first", {}), pytest.param("never", variables({}), marks=pytest.mark.verify)],
+    [("first", {}), ("never", variables({}))],
     ids=["called before JAX starts", "by the environment"],
 )
 def test_no_page_is_new_in_a_process_that_keeps_them(how: str, environment: dict[str, str]) -> None:

@@ -203,6 +203,7 @@ def test_attention_in_turns_is_attention(turns: int) -> None:
 # ------------------------------------------------------------------------------------------------------------ two towers
 
 
+@pytest.mark.verify
 def test_rows_of_tables_that_no_device_holds_are_cut() -> None:
     """A hundred columns cannot be shared out to eight devices, so under this budget some of the cutting is by rows."""
     model = build("two_tower", "2.7B")

@@ -389,6 +389,7 @@ def test_alone_or_on_no_cluster_there_is_nothing_to_measure() -> None:
         measure_ray_network(hosts_of())
 
 
+@pytest.mark.verify
 def test_the_command_measures_the_hosts_of_a_ray_cluster(
     cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

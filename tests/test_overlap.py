@@ -288,6 +288,7 @@ def test_nothing_is_hidden_on_cpu_and_where_one_kind_of_device_hides_nothing() -
     assert plan_of(mixed).prediction.hidden_seconds == 0
 
 
+@pytest.mark.verify
 def test_nothing_is_hidden_in_a_program_that_saves_memory() -> None:
     """XLA:GPU leaves it in an order of its own (:mod:`autopar.runtime.xla_options`)."""
     assert plan_of(H100S, remat="none").prediction.hidden_seconds > 0
@@ -333,6 +334,7 @@ def test_stages_of_a_pipeline_hide_too() -> None:
     assert hiding.step_seconds == hiding.unhidden_seconds == hiding.simulated_seconds
 
 
+@pytest.mark.verify
 def test_an_explanation_says_what_is_hidden() -> None:
     step, given = step_of_model("gpt_scan")
     for cluster, said in ((H100S, True), (V100S, False)):

@@ -44,12 +44,14 @@ __all__ = [
     "HloCost",
     "HloModule",
     "MemoryBytes",
+    "PricedStep",
     "bytes_moved",
     "collectives",
     "flops",
     "form_reduce_scatters",
     "memory_bytes",
     "parse_module",
+    "priced_steps",
     "read_compiled",
     "step_seconds",
     "undo_widening",
@@ -104,6 +106,21 @@ class HloCost:
 
 
 @dataclass(frozen=True)
+class PricedStep:
+    """An instruction with what it takes on one device each time that it runs; of a collective nothing is said."""
+
+    step: Step
+    once_seconds: float = 0.0
+    once_flops: float = 0.0
+    once_bytes_moved: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of all its times."""
+        return self.step.times * self.once_seconds
+
+
+@dataclass(frozen=True)
 class CompiledProgram:
     """Everything that the referee knows of one executable."""
 
@@ -145,27 +162,15 @@ def step_seconds(
             f"the program {module.name} is compiled for {module.num_devices} devices, the cluster {cluster.name} has "
             f"{cluster.num_devices}; compile for a smaller mesh or give a larger cluster"
         )
-    steps, notes = executed_steps(module)
-    counter = FlopCounter(module)
-    kernels = Kernels(module, cluster, counter)
-    own = collectives_of(steps, module)
+    steps, notes = priced_steps(module, cluster)
+    own = collectives_of([one.step for one in steps], module)
     meeting, since = iter(own), WorkSinceGroups(module.num_devices)
-    compute_seconds = total_flops = total_bytes = 0.0
     worked_seconds: dict[str, float] = {}
-    lengths: list[float] = []
-    for step in steps:
-        lengths.append(0.0)
-        if is_collective(step.instruction):
-            worked_seconds[step.instruction.name] = since.meet(next(meeting).groups)
-            continue
-        flops_by_dtype = counter.instruction(step.instruction, step.computation)
-        moved = instruction_bytes(step.instruction, step.computation, module)
-        seconds = kernels.seconds(step, flops_by_dtype, moved)
-        since.work(seconds)
-        lengths[-1] = step.times * seconds
-        compute_seconds += lengths[-1]
-        total_flops += step.times * flops_by_dtype.total()
-        total_bytes += step.times * moved
+    for one in steps:
+        if is_collective(one.step.instruction):
+            worked_seconds[one.step.instruction.name] = since.meet(next(meeting).groups)
+        else:
+            since.work(one.once_seconds)
     ran = own if found is None else tuple(found)
     sent = [
         one.count * (_seconds_once(one, cluster) + _waiting(one, cluster)(worked_seconds.get(one.name, 0.0)))
@@ -176,21 +181,38 @@ def step_seconds(
     for collective, seconds in zip(ran, sent, strict=True):
         by_kind[collective.kind] = by_kind.get(collective.kind, 0.0) + seconds
         wire[collective.kind] = wire.get(collective.kind, 0.0) + collective.wire_bytes
-    unpriced = {step.instruction.opcode for step in steps} & _UNPRICED
+    unpriced = {one.step.instruction.opcode for one in steps} & _UNPRICED
     notes += tuple(f"{opcode}: the time that it waits for others is not counted" for opcode in sorted(unpriced))
-    notes += tuple(f"custom call {target}: counted with 0 FLOPs" for target in sorted(counter.unknown_calls))
     return HloCost(
-        compute_seconds,
+        sum(one.seconds for one in steps),
         sum(by_kind.values()),
         by_kind,
         wire,
-        total_flops,
-        total_bytes,
+        sum(one.step.times * one.once_flops for one in steps),
+        sum(one.step.times * one.once_bytes_moved for one in steps),
         ran,
         notes,
-        _hidden_seconds(steps, lengths, sent) if found is None else 0.0,
+        _hidden_seconds(steps, sent) if found is None else 0.0,
         0.0 if memory is None else _allocation_seconds(module, memory, cluster),
     )
+
+
+def priced_steps(module: HloModule, cluster: Cluster) -> tuple[list[PricedStep], tuple[str, ...]]:
+    """Everything that one step of the program runs, in its order, with its price, and what could not be told of it."""
+    steps, notes = executed_steps(module)
+    counter = FlopCounter(module)
+    kernels = Kernels(module, cluster, counter)
+    priced = []
+    for step in steps:
+        if is_collective(step.instruction):
+            priced.append(PricedStep(step))
+            continue
+        flops_by_dtype = counter.instruction(step.instruction, step.computation)
+        moved = instruction_bytes(step.instruction, step.computation, module)
+        seconds = kernels.seconds(step, flops_by_dtype, moved)
+        priced.append(PricedStep(step, seconds, flops_by_dtype.total(), moved))
+    unknown = tuple(f"custom call {target}: counted with 0 FLOPs" for target in sorted(counter.unknown_calls))
+    return priced, notes + unknown
 
 
 def _allocation_seconds(module: HloModule, memory: MemoryBytes, cluster: Cluster) -> float:
@@ -198,15 +220,12 @@ def _allocation_seconds(module: HloModule, memory: MemoryBytes, cluster: Cluster
     return new_memory_seconds(outputs, memory.alias, memory.temp, cluster)
 
 
-def _hidden_seconds(steps: Sequence[Step], worked: Sequence[float], sent: Sequence[float]) -> float:
-    """What is hidden of the collectives among steps, which take ``sent`` seconds, by the others, which take ``worked``."""
+def _hidden_seconds(steps: Sequence[PricedStep], sent: Sequence[float]) -> float:
+    """What the others hide of the collectives among steps, which take ``sent`` seconds."""
     of_collectives = iter(sent)
     return hidden_seconds(
-        steps,
-        [
-            next(of_collectives) if is_collective(step.instruction) else seconds
-            for step, seconds in zip(steps, worked, strict=True)
-        ],
+        [one.step for one in steps],
+        [next(of_collectives) if is_collective(one.step.instruction) else one.seconds for one in steps],
     )
 
 
