@@ -12,8 +12,8 @@ and alike instructions are one row: the same opcode (or name, of a fusion, witho
 how far both are apart.  Durations are by the clock, so they hold what a device waits for a core that another one has, as
 prices do, which were measured on all devices at once.  Of collectives only the sum is printed: a device that comes first waits
 in them for the last one.  What a trace itself costs stands in the two clocks.  XLA:CPU gives some products to its threads and
-goes on; of those only the giving is in the trace, unless XLA_FLAGS say ``--xla_cpu_multi_thread_eigen=false``.  Run it alone on
-the machine.
+goes on; of those only the giving is in the trace, unless the environment says
+``XLA_FLAGS="--xla_force_host_platform_device_count=8 --xla_cpu_multi_thread_eigen=false"``.  Run it alone on the machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
