@@ -16,7 +16,7 @@ in the first heap they stay.  But threads that share a heap wait for one another
 free blocks is long: with one heap for all, a MoE's step on eight virtual devices took 1.3 to 1.5 times what it takes with two, a
 Wide-ResNet's 1.2 to 1.5 times, while more than two gain little.  So there are two, and about half of the threads keep blocks of
 any size.  How many there are must be known before threads begin: by the environment (:func:`variables`), or at least before JAX
-looks for devices.
+looks for devices; threads that have begun keep the heaps that they have.
 
 Other C libraries are left as they are, and so is a process whose environment says itself how the C library shall have its memory
 (``MALLOC_…``, or ``GLIBC_TUNABLES`` of ``glibc.malloc``).
