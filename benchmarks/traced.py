@@ -117,8 +117,7 @@ def main() -> None:
     """Print what the step takes, and the table."""
     arguments = parsed_arguments()
     keep_freed_memory()  # as where steps run, and before JAX starts
-    profile = {"auto": "auto", "none": None}.get(arguments.profile, arguments.profile)
-    cluster = Cluster.local(profile=profile)
+    cluster = Cluster.local(profile=None if arguments.profile == "none" else arguments.profile)
     model = build(arguments.model, arguments.size)
     step = compiled(model, cluster, arguments)
     module = parse_module(step.as_text())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from autopar import efforts, measure
-from autopar.cli import BAD_INPUT, DIFFERENT, OK, main
+from autopar.cli import BAD_INPUT, DIFFERENT, OK, PROFILED_DTYPES, main
 from autopar.cluster import Cluster
 from autopar.errors import ClusterError
 from autopar.explain import verification
@@ -191,7 +191,7 @@ def test_a_profile_is_of_the_dtypes_that_are_asked_for(
     assert main(["profile", *where]) == BAD_INPUT
     assert main(["profile", *where, "--dtypes", "bfloat16", "float32", "bfloat16"]) == BAD_INPUT
     assert main(["profile", *where, "--quick", "--dtypes", "float64"]) == BAD_INPUT
-    assert asked[0] == efforts.FULL
+    assert asked[0] == efforts.FULL and efforts.FULL.dtypes == PROFILED_DTYPES
     assert [one.dtypes for one in asked[1:]] == [("bfloat16", "float32"), ("float64",)]
     there = asked[1].on_accelerators
     assert there is not None and there.dtypes == ("bfloat16", "float32")

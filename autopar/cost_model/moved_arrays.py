@@ -72,10 +72,9 @@ class MovedArrays:
             is_turned_before = is_cut or (self._nodes.on_cpu and move.dim > 0)
             lies_so = self._lies_transposed(node) and step.target not in self._nodes.program.outputs
             is_turned = is_turned_before or lies_so
-        if is_turned_before and self._nodes.on_cpu and is_cut:
-            node = self._nodes.once((node, order, move.axes), partial(self._put_together, node, move, tenant, step))
-        elif is_turned_before:
-            node = self._nodes.relayout(node, order)
+        if is_turned_before:
+            pieces = self._pieces(node, move, tenant, step) if self._nodes.on_cpu and is_cut else (node,)
+            node = self._nodes.relayout(node, order) if pieces == (node,) else self._put_together(node, pieces)
         if move.kind is MoveKind.EXCHANGE_SUM:
             node = self._nodes.add(Form.KERNEL, (node,), self._nodes.bytes_of(before), tenant, value, step.cause)
             node = self._collective(move, (node,), self._nodes.bytes_of(before), tenant, step)
@@ -87,13 +86,10 @@ class MovedArrays:
             self._turned[node] = sent
         return node
 
-    def _put_together(self, node: int, move: Move, tenant: Tenant, step: Reshard) -> int:
-        """The interpreter's own copy of an array, in which the pieces for each device stand one after the other."""
-        pieces, old = self._pieces(node, move, tenant, step), self._nodes[node]
-        if pieces == (node,):
-            return self._nodes.again(node, Form.CHEAP)
-        number = self._nodes.add(Form.KERNEL, pieces, old.size_bytes, tenant, step.source.value, step.cause)
-        self._nodes[number].shape = old.shape
+    def _put_together(self, node: int, pieces: tuple[int, ...]) -> int:
+        """An array in which its pieces, each with a buffer, stand one after the other."""
+        number = self._nodes.again(node, Form.KERNEL)
+        self._nodes[number].inputs = pieces
         return number
 
     def _pieces(self, node: int, move: Move, tenant: Tenant, step: Reshard) -> tuple[int, ...]:
