@@ -14,9 +14,9 @@ What is kept stays with the process: the most that it needed at one time, and wh
 grows by a twentieth).  The heap of a thread other than the first ends at 64 MiB, and larger blocks go back whatever is said; only
 in the first heap they stay.  But threads that share a heap wait for one another whenever kernels ask for memory, and its list of
 free blocks is long: with one heap for all, a Wide-ResNet's step on eight virtual devices took 1.1 to 1.5 times what it takes with
-two, a U-Net's 1.05 to 1.2 times (``benchmarks/heaps.py``), while more than two gain little.  So there are two, and about half of the threads keep blocks of
-any size.  How many there are must be known before threads begin: by the environment (:func:`variables`), or at least before JAX
-looks for devices; threads that have begun keep the heaps that they have.
+two, a U-Net's 1.05 to 1.2 times (``benchmarks/heaps.py``), while more than two gain little.  So there are two, and about half of
+the threads keep blocks of any size.  How many there are must be known before threads begin: by the environment
+(:func:`variables`), or at least before JAX looks for devices; threads that have begun keep the heaps that they have.
 
 Other C libraries are left as they are, and so is a process whose environment says itself how the C library shall have its memory
 (``MALLOC_…``, or ``GLIBC_TUNABLES`` of ``glibc.malloc``).
