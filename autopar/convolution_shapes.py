@@ -7,7 +7,6 @@ Libraries have kernels of their own for each family, of very different speed, an
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -71,9 +70,14 @@ class ConvolutionShape:
         """How many times the FLOPs take that fill units as wide as :data:`FEW_FEATURES`, of which a narrow piece uses a part.
 
         A piece with two of many features gathers all that they are sums of, as it would for sixteen.  Where features are few
-        and the window is small, those of each position are gathered by themselves.
+        and the window is small, those of each position are gathered by themselves: half of what sixteen take is for the position
+        (3 features of 16: 3.2; 2.1 to 4.8 were measured on XLA:CPU, for windows of 3 × 3 and 7 × 7).
         """
-        depth = self.image_features
-        if self.family is not ConvolutionFamily.FEW_FEATURES:
-            depth *= self.window_positions
-        return math.prod(max(FEW_FEATURES / max(width, 1), 1.0) for width in (depth, self.result_features))
+        few = self.family is ConvolutionFamily.FEW_FEATURES
+        depth = _share(self.image_features if few else self.image_features * self.window_positions)
+        return (0.5 + 0.5 * depth if few else depth) * _share(self.result_features)
+
+
+def _share(width: int) -> float:
+    """How many times so many fit into a unit."""
+    return max(FEW_FEATURES / max(width, 1), 1.0)

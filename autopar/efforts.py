@@ -50,6 +50,8 @@ class Effort:
     convolutions: tuple[Convolution, ...] = CONVOLUTIONS
     image_sides: tuple[int, ...] = (4, 8, 16, 32)
     """Of convolutions' square images."""
+    looped_features: tuple[int, ...] = (16, 32, 64, 128)
+    """Of images and results of convolutions that are loops; none are on accelerators."""
     work_sides: tuple[int, ...] = (64, 128, 192, 256, 384)
     """Of two square products between collectives of devices that share cores: by the first the curves are measured, by all
     of them the waits."""
@@ -85,6 +87,7 @@ _FULL_ON_ACCELERATORS = Effort(
     uses=(16, 64, 256, 1024),
     deep_sides=(256, 512, 1024, 2048, 4096),
     convolutions=ON_ACCELERATORS,
+    looped_features=(),
     image_sides=(8, 32, 128),
 )
 """Few sizes of products and convolutions: for each the compiler tries dozens of kernels, which takes seconds.  Products of
@@ -114,5 +117,6 @@ QUICK = Effort(
     fresh_bytes=(1 << 16, *(size << 20 for size in (1, 4, 31, 33, 62, 64))),
     seconds=0.1,
     world_bytes=(1 << 12, 1 << 16, 1 << 20),
+    looped_features=(16, 64),
     on_accelerators=_QUICK_ON_ACCELERATORS,
 )

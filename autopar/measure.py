@@ -33,8 +33,9 @@ from autopar.curves import Curve
 from autopar.efforts import FULL, Effort
 from autopar.errors import ClusterError
 from autopar.host_memory import keep_freed_memory
+from autopar.looped_convolutions import LoopedConvolutions
 from autopar.measured_collectives import collective_curves, share_cores
-from autopar.measured_convolutions import Convolution
+from autopar.measured_convolutions import SMALL_SIDE, Convolution, looped_convolution
 from autopar.measured_exchanges import SelfExchange
 from autopar.measured_loops import LoopedKernels
 from autopar.measured_operations import Operation
@@ -97,6 +98,7 @@ def measure(effort: Effort = FULL, say: Callable[[str], None] = lambda message: 
         operations=tuple(measuring.operations()),
         reductions=measuring.kernels.reductions(),
         convolutions=tuple(measuring.convolutions()),
+        looped_convolutions=tuple(measuring.looped_convolutions()),
         waits=tuple(measuring.waits()),
         turned_bytes_per_second=measuring.kernels.turned_bytes_per_second(),
         cut_bytes_per_second=measuring.kernels.cut_bytes_per_second(),
@@ -210,6 +212,17 @@ class Measuring:
                 if samples[convolution.flops(side)] > self._effort.longest_seconds:
                     break
             yield ConvolutionCurve("float32", convolution.family, Curve.through(samples))
+
+    def looped_convolutions(self) -> Iterator[LoopedConvolutions]:
+        """Of each number of features with each, as many images as make about the same work."""
+        samples = []
+        for image, result in itertools.product(self._effort.looped_features, repeat=2):
+            self._say(f"convolutions that are loops, of {image} features to {result}")
+            convolution = looped_convolution(image, result)
+            seconds = self.kernels.convolution_seconds(convolution, SMALL_SIDE)
+            samples.append((float(image), float(result), seconds / convolution.flops(SMALL_SIDE)))
+        if samples:
+            yield LoopedConvolutions("float32", tuple(samples))
 
     def fresh(self) -> Fresh:
         """What a call takes longer whose results or scratch are new memory than one that works in that of its arguments."""

@@ -8,6 +8,7 @@ A profile holds *curves*: seconds as a function of an amount, all devices of one
     uses            by dtype, order, array   of how often each element of a product's one large array is used
     deep products   by dtype and order       of how many results a product has that sums over much
     convolutions    by family                of the FLOPs of one convolution on one device
+    looped convolutions                      of features of image and result, by the FLOP (:mod:`autopar.looped_convolutions`)
     elementwise                              of the bytes that one kernel on one device reads and writes, soon after others did
     streamed                                 of the same bytes, which nobody has touched since they left the caches
     fresh outputs, scratch                   of the bytes of an array, or of a block, that is allocated for one call
@@ -26,8 +27,8 @@ the rate of matrix products.
 
 Between and beyond their points curves are what :mod:`autopar.curves` says, but what uses and depth say of products, which is
 in :mod:`autopar.products`.  This file imports nothing of ours but these, the families of convolutions
-(:mod:`autopar.convolution_shapes`) and the error type.  The file format is in :mod:`autopar.profile_file`, the measuring in
-:mod:`autopar.measure`.
+(:mod:`autopar.convolution_shapes`), those that are loops, and the error type.  The file format is in
+:mod:`autopar.profile_file`, the measuring in :mod:`autopar.measure`.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from functools import cached_property
 from autopar.convolution_shapes import ConvolutionFamily, ConvolutionShape
 from autopar.curves import Curve
 from autopar.errors import ClusterError
+from autopar.looped_convolutions import LoopedConvolutions
 from autopar.products import DeepCurve, Product, ProductCurve, ProductPrices, UseCurve
 
 _STAND_INS = {
@@ -189,6 +191,7 @@ class Profile:
     uses: tuple[UseCurve, ...] = ()
     """Of products that have one large array."""
     deep_products: tuple[DeepCurve, ...] = ()
+    looped_convolutions: tuple[LoopedConvolutions, ...] = ()
     """Where few results keep few units busy."""
     host_copies: Curve | None = None
     """Of the bytes of an array on each device that is copied to or from its host, one way, by all devices at once."""
@@ -207,6 +210,7 @@ class Profile:
         refuse_twice("uses", ((one.dtype, one.order.value, one.array.value) for one in self.uses))
         refuse_twice("deep_products", ((one.dtype, one.order.value) for one in self.deep_products))
         refuse_twice("convolutions", ((one.dtype, one.family.value) for one in self.convolutions))
+        refuse_twice("looped_convolutions", ((one.dtype,) for one in self.looped_convolutions))
 
     def __hash__(self) -> int:
         return hash((self.machine, self.measured_at, self.platform, self.num_devices))
@@ -289,6 +293,8 @@ class Profile:
     def convolution_seconds(self, flops: float, shape: ConvolutionShape, dtype: str) -> float | None:
         """Seconds of one convolution on one device; None for a dtype or family that was not measured."""
         family = shape.family
+        if family is ConvolutionFamily.SMALL_DILATED and (looped := self._looped.get(dtype)) is not None:
+            return flops * looped.seconds_per_flop(shape.image_features, shape.result_features)
         curve = self._convolutions.get((dtype, family)) or self._convolutions.get(
             (dtype, _STAND_INS.get(family, family))
         )
@@ -297,6 +303,10 @@ class Profile:
     @cached_property
     def _convolutions(self) -> dict[tuple[str, ConvolutionFamily], Curve]:
         return {(one.dtype, one.family): one.curve for one in self.convolutions}
+
+    @cached_property
+    def _looped(self) -> dict[str, LoopedConvolutions]:
+        return {one.dtype: one for one in self.looped_convolutions}
 
     def product_seconds(self, product: Product, dtype: str) -> float | None:
         """Seconds of one matrix product on one device; None for a dtype that was not measured."""

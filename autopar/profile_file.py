@@ -2,14 +2,14 @@
 
     load(save(profile)) = profile
 
-JSON, ``{"format": "autopar-profile", "version": 11, "profile": {…}}`` with the fields of ``Profile``; a curve is its list of
+JSON, ``{"format": "autopar-profile", "version": 12, "profile": {…}}`` with the fields of ``Profile``; a curve is its list of
 ``[amount, seconds]``, as measured.  Files of version 1 lack ``streamed``, ``fresh`` and ``operations``,
 those of version 2 ``turned_bytes_per_second``, those of version 3 ``convolutions`` and ``waits``, those of version 4
 ``exchanges``, those of version 5 ``world_collectives``, those of version 6 ``reductions``, those of version 8
-``host_copies``, those of version 9 ``cut_bytes_per_second``, and are read without.  Files up to version 10 hold products of
-one order, square ones and ``skinny`` ones, [s/16, s] × [s, s], which are read as what few uses of the right operand cost.
-What files say of ``fresh``, up to version 7, was measured in a process that gave memory back after every call, as ours do no
-longer (:mod:`autopar.host_memory`), and is left out.
+``host_copies``, those of version 9 ``cut_bytes_per_second``, those of version 11 ``looped_convolutions``, and are read without.
+Files up to version 10 hold products of one order, square ones and ``skinny`` ones, [s/16, s] × [s, s], which are read as what few
+uses of the right operand cost.  What files say of ``fresh``, up to version 7, was measured in a process that gave memory back
+after every call, as ours do no longer (:mod:`autopar.host_memory`), and is left out.
 Unknown fields, wrong types, NaN, negative numbers and cut files are refused with the file, the place in it, and what to do.
 
 The default place is the user's cache directory, one file for each machine, backend, kind and number of devices.  The
@@ -35,6 +35,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from autopar.convolution_shapes import ConvolutionFamily
 from autopar.errors import ClusterError
+from autopar.looped_convolutions import LoopedConvolutions
 from autopar.measured_file import Count, MeasuredFile, Positive, StoredSamples, curve_of, placed
 from autopar.products import DeepCurve, ProductArray, ProductCurve, ProductOrder, UseCurve
 from autopar.profile import (
@@ -103,6 +104,11 @@ class _Convolution(Struct, forbid_unknown_fields=True):
     samples: StoredSamples
 
 
+class _Looped(Struct, forbid_unknown_fields=True):
+    dtype: str
+    samples: _Triples
+
+
 class _Dispatch(Struct, forbid_unknown_fields=True):
     call_seconds: Positive
     message_seconds: Positive
@@ -148,12 +154,13 @@ class _Profile(Struct, forbid_unknown_fields=True, kw_only=True):
     cut_bytes_per_second: Positive | None = None
     uses: tuple[_Uses, ...] = ()
     deep_products: tuple[_Deep, ...] = ()
+    looped_convolutions: tuple[_Looped, ...] = ()
 
 
 _KEEPING_VERSION = 8
 """Of files since processes keep the memory they free."""
 
-FILE = MeasuredFile("profile", "autopar profile", _Profile, versions=(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11))
+FILE = MeasuredFile("profile", "autopar profile", _Profile, versions=(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12))
 
 
 # ------------------------------------------------------------------------------------------------------ where it lies
@@ -229,6 +236,7 @@ def save_profile(profile: Profile, path: str | Path) -> None:
         fresh=None if (fresh := profile.fresh) is None else _Fresh(fresh.outputs.samples, fresh.scratch.samples),
         operations=tuple(_Operation(one.primitive, one.seconds_per_flop) for one in profile.operations),
         convolutions=tuple(_Convolution(one.dtype, one.family, one.curve.samples) for one in profile.convolutions),
+        looped_convolutions=tuple(_Looped(one.dtype, one.samples) for one in profile.looped_convolutions),
         waits=tuple(_Wait(one.group_size, one.curve.samples) for one in profile.waits),
         turned_bytes_per_second=profile.turned_bytes_per_second,
         cut_bytes_per_second=profile.cut_bytes_per_second,
@@ -293,6 +301,7 @@ def _profile(stored: _Profile) -> Profile:
             ConvolutionCurve(one.dtype, one.family, curve_of(f"convolutions[{number}].samples", one.samples))
             for number, one in enumerate(stored.convolutions)
         ),
+        looped_convolutions=tuple(_looped(number, one) for number, one in enumerate(stored.looped_convolutions)),
         waits=tuple(
             WaitCurve(one.group_size, curve_of(f"waits[{number}].samples", one.samples))
             for number, one in enumerate(stored.waits)
@@ -321,6 +330,11 @@ def _uses(number: int, stored: _Uses) -> UseCurve:
 def _deep(number: int, stored: _Deep) -> DeepCurve:
     with placed(f"deep_products[{number}].samples"):
         return DeepCurve(stored.dtype, stored.order, stored.samples)
+
+
+def _looped(number: int, stored: _Looped) -> LoopedConvolutions:
+    with placed(f"looped_convolutions[{number}].samples"):
+        return LoopedConvolutions(stored.dtype, stored.samples)
 
 
 def _uses_of_skinny(stored: _Product) -> UseCurve:

@@ -18,7 +18,7 @@ from autopar.convolution_shapes import FEW_FEATURES
 from autopar.cost_model.hosted import copy_seconds, seconds_per_hosted_byte
 from autopar.curves import Curve
 from autopar.efforts import FULL, QUICK, Effort
-from autopar.measured_convolutions import CONVOLUTIONS, ON_ACCELERATORS
+from autopar.measured_convolutions import CONVOLUTIONS, ON_ACCELERATORS, looped_convolution
 from autopar.measured_operations import OPERATIONS
 from autopar.measured_queues import ROW, QueuedKernels, _kept_apart, _repeated, _row
 from autopar.timing import Timer
@@ -55,8 +55,9 @@ def test_sums_are_left_to_their_bytes_and_the_rest_is_timed(queued: QueuedKernel
 
 
 def test_convolutions_of_accelerators_are_of_the_same_families_with_more_features(queued: QueuedKernels) -> None:
-    assert [one.family for one in ON_ACCELERATORS] == [one.family for one in CONVOLUTIONS]
-    for ours, theirs in zip(ON_ACCELERATORS, CONVOLUTIONS, strict=True):
+    on_processors = (*CONVOLUTIONS, looped_convolution(64, 64))
+    assert [one.family for one in ON_ACCELERATORS] == [one.family for one in on_processors]
+    for ours, theirs in zip(ON_ACCELERATORS, on_processors, strict=True):
         assert ours.features == theirs.features <= FEW_FEATURES or ours.features > theirs.features
     few = next(one for one in ON_ACCELERATORS if one.of_weights and one.features <= FEW_FEATURES)
     assert queued.convolution_seconds(few, 4) > 0

@@ -194,7 +194,7 @@ def put(*place: Any) -> Any:
 
 BAD = {
     "format": (put("format", "autopar-cluster"), "format is 'autopar-cluster'"),
-    "version": (put("version", 12), "version is 12, this release reads 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11"),
+    "version": (put("version", 13), "version is 13, this release reads 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12"),
     "negative": (put("profile", "collectives", 1, "samples", 0, 1, -1e-5), r"collectives\[.*samples"),
     "nan": (put("profile", "elementwise", 0, 1, math.nan), "not complete JSON"),
     "text": (put("profile", "products", 0, "samples", 1, 0, "many"), r"products\[.*samples"),
@@ -244,6 +244,7 @@ RATES = (OperationRate("tanh", 5e-11), OperationRate("sort", 2e-8))
 
 
 USED = {"dtype": "float32", "order": "plain", "array": "left"}
+LOOPED = {"dtype": "float32"}
 OF_VERSION_3, OF_VERSION_4 = ("turned_bytes_per_second",), ("convolutions", "waits")
 OF_LATER_VERSIONS = ("exchanges", "world_collectives", "reductions", "host_copies", "cut_bytes_per_second")
 
@@ -350,6 +351,10 @@ def test_copies_that_cut_an_array_cost_what_was_measured_of_them(tmp_path: Path)
             [{"dtype": "float32", "family": "dilated image", "samples": [[1.0, 1.0]]}] * 2,
             r"convolutions\[1\].*twice",
         ),
+        ("looped_convolutions", [{**LOOPED, "samples": [[16, 16, 1.0]]}] * 2, r"looped_convolutions\[1\].*twice"),
+        ("looped_convolutions", [{**LOOPED, "samples": [[16, 16, 1.0], [32, 64, 1.0]]}], "each with each"),
+        ("looped_convolutions", [{**LOOPED, "samples": [[32, 16, 1.0], [16, 16, 1.0]]}], "ascending"),
+        ("looped_convolutions", [{**LOOPED, "samples": [[16, 16, 0.0]]}], "looped_convolutions"),
     ],
 )
 def test_bad_figures_of_version_2_are_refused(field: str, value: Any, said: str, tmp_path: Path) -> None:
@@ -714,7 +719,7 @@ def test_everything_is_measured_on_all_devices() -> None:
         full_bytes=(1 << 12, 1 << 16), sides=(16, 32), dtypes=("float32",), array_bytes=(1 << 12, 1 << 20),
         fresh_bytes=(1 << 16, 1 << 20), seconds=0.0, least_runs=2, streamed_bytes=1 << 21, operations=OPERATIONS[:1],
         copied_shape=(32, 64), convolutions=CONVOLUTIONS[:2], image_sides=(4, 8), work_sides=(8, 32),
-        world_bytes=(1 << 12,), large_side=32, uses=(2, 8), deep_sides=(4,), depth=64,
+        world_bytes=(1 << 12,), large_side=32, uses=(2, 8), deep_sides=(4,), depth=64, looped_features=(2, 4),
     )  # fmt: skip
     said: list[str] = []
     profile = measure(effort, said.append)
@@ -738,6 +743,8 @@ def test_everything_is_measured_on_all_devices() -> None:
     assert profile.reductions is not None
     assert [one.family for one in profile.convolutions] == [one.family for one in effort.convolutions]
     assert all(len(one.curve.samples) == len(effort.image_sides) for one in profile.convolutions)
+    (looped,) = profile.looped_convolutions
+    assert [sample[:2] for sample in looped.samples] == list(itertools.product((2, 4), repeat=2))
     assert [one.group_size for one in profile.waits] == [2, 4, 8]
     for rate in (profile.turned_bytes_per_second, profile.cut_bytes_per_second):
         assert rate is not None and rate > 0
