@@ -208,17 +208,17 @@ def shape_of_convolution(instruction: HloInstruction, computation: HloComputatio
         window_positions, result_positions = result_positions, window_positions
         image_features = image.dims[marks[0].index("b")]
     numbers = _window(instruction)
-    dilation = "lhs_dilate"
-    # XLA may have let image and window change places, which turns the one that is now the window round.
+    dilation, features = "lhs_dilate", "f"
+    # XLA may have let image and window change places, which turns the one that is now the window round: its images are features.
     if math.prod(numbers.get("rhs_reversal", (0,))):
-        dilation = "rhs_dilate"
+        dilation, features = "rhs_dilate", "b"
         image_positions, window_positions = window_positions, image_positions
     return ConvolutionShape(
         window_positions=window_positions,
         image_positions=image_positions,
         result_positions=result_positions,
         image_features=image_features,
-        result_features=out.dims[marks[2].index("f")],
+        result_features=out.dims[marks[2].index(features)],
         is_dilated=math.prod(numbers.get(dilation, (1,))) > 1,
     )
 
