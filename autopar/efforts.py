@@ -50,7 +50,7 @@ class Effort:
     convolutions: tuple[Convolution, ...] = CONVOLUTIONS
     image_sides: tuple[int, ...] = (4, 8, 16, 32)
     """Of convolutions' square images."""
-    looped_features: tuple[int, ...] = (16, 32, 64, 128)
+    looped_features: tuple[int, ...] = (8, 16, 32, 64, 128)
     """Of images and results of convolutions that are loops; none are on accelerators."""
     work_sides: tuple[int, ...] = (64, 128, 192, 256, 384)
     """Of two square products between collectives of devices that share cores: by the first the curves are measured, by all
