@@ -1,12 +1,13 @@
 """autopar: parallelize an ordinary JAX train step over a cluster, by a plan that is found and explained."""
 
-from autopar.api import Parallelized, parallelize
+from autopar.api import parallelize
 from autopar.checkpoints import Checkpoints, Restored
 from autopar.cluster import Cluster
 from autopar.compiled import Compiled
 from autopar.errors import AutoparError, CheckpointError, ClusterError, PlanError, TraceError, WorkerError
 from autopar.explain import Explanation, explain
 from autopar.explain.verification import Verification
+from autopar.parallelized import Parallelized
 from autopar.plan import Plan
 from autopar.runtime.distributed_array import DistributedArray
 from autopar.runtime.host_data import HostData

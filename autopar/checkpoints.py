@@ -17,8 +17,8 @@ from typing import Any
 import jax
 from jax import tree_util
 
-from autopar.api import Parallelized
 from autopar.errors import AutoparError, CheckpointError
+from autopar.parallelized import Parallelized
 from autopar.runtime.array_saver import registry
 
 _STATE, _RUN = "state", "run"

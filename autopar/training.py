@@ -21,10 +21,10 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from autopar.api import Parallelized
 from autopar.checkpoints import Checkpoints
 from autopar.cluster import Cluster
 from autopar.errors import CheckpointError, ClusterError, WorkerError
+from autopar.parallelized import Parallelized
 from autopar.runtime.remote import RemoteExecutor
 from autopar.runtime.replicas import Replicas, Rescued, lies_on_meshes
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import jax
 
-from autopar.api import Parallelized, parallelize
+from autopar.api import parallelize
 from autopar.cluster import Cluster
 from autopar.compilers import Compiler, target_of
 from autopar.cost_model.hlo import CompiledProgram, read_compiled, step_seconds, undo_widening
 from autopar.errors import PlanError
 from autopar.explain.verification import DEFAULT_TOLERANCES, Tolerances, Verification, held_against
 from autopar.methods import Method
+from autopar.parallelized import Parallelized
 from autopar.plan import Plan
 
 

@@ -3,11 +3,12 @@
     python -m benchmarks.ranking [--models gpt …] [--size bench] [--rounds 9] [--processes 3]
                                 [--profile auto|measure|none|FILE] [--resume FILE]
 
-Every method on every mesh shape that it can use is planned, compiled and timed on 8 devices of this machine; the plans of a
-model take turns, in as many rounds as asked for, and so many more that each plan runs for a second, and are held against each
-other within rounds (:mod:`benchmarks.turns`).  Where arrays happen to lie makes some steps up to a tenth slower for as long as
-their process lives, so several processes measure, and the rounds of all count alike.  The first plans and compiles; the others
-take its plans, and its executables out of JAX's cache.  Per model:
+Every method on every mesh shape that it can use is planned, compiled and timed on 8 devices of this machine; of plans that
+compile to one program (2×4 may be 2×2×2 under other names) the first counts.  The plans of a model take turns, in as many rounds
+as asked for, and so many more that each plan runs for a second, and are held against each other within rounds
+(:mod:`benchmarks.turns`).  Where arrays happen to lie makes some steps up to a tenth slower for as long as their process lives:
+several processes measure, and the rounds of all count alike.  The first plans and compiles; the others take its plans, and its
+executables out of JAX's cache.  Per model:
 
     tau     Kendall's: (pairs in the right order − pairs in the wrong order) / pairs, over the pairs of plans whose clocks
             differ by at least 5%
@@ -26,6 +27,7 @@ import argparse
 import itertools
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -61,6 +63,8 @@ LEAST_SECONDS = 1.0
 """That the steps of every plan take at least, all rounds of a process together."""
 MOST_SECONDS = 1800
 """That a process may take, plans and compilation included."""
+_OF_SOURCES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+"""Tables of the user's lines in the text of a compiled program."""
 
 
 @dataclass(frozen=True)
@@ -159,14 +163,16 @@ class Verdict:
 
 
 def verdict(predicted: Sequence[float], clock: Sequence[float]) -> Verdict:
-    """Kendall's tau over the pairs that the clock separates, and the regret; a tie in the prediction counts as neither."""
+    """Kendall's tau over the pairs that the clock separates, where a tie in the prediction counts as neither right nor wrong, and
+    the regret, where the slowest of those that are foretold to be the fastest is taken.
+    """
     pairs = score = 0
     for a, b in itertools.combinations(range(len(clock)), 2):
         if abs(clock[a] - clock[b]) >= SEPARATED * min(clock[a], clock[b]):
             pairs += 1
             agreement = (clock[a] - clock[b]) * (predicted[a] - predicted[b])
             score += (agreement > 0) - (agreement < 0)
-    chosen = min(range(len(clock)), key=lambda number: predicted[number])
+    chosen = min(range(len(clock)), key=lambda number: (predicted[number], -clock[number]))
     return Verdict(score / pairs if pairs else None, pairs, clock[chosen] / min(clock))
 
 
@@ -244,10 +250,14 @@ def rank(model: Model, cluster: Cluster, rounds: int, kept: Kept, turn: int) -> 
         kept.write(plans(model, cluster))
     arguments = model.abstract_state(), model.abstract_batch()
     found = []
+    programs: set[str] = set()
     for name, plan in kept.read():
         step = autopar.parallelize(cluster=cluster)(model.train_step)
         step.use(plan)
-        found.append((name, step.compile(*arguments)))
+        compiled_step = step.compile(*arguments)
+        if (program := program_of(compiled_step.as_text())) not in programs:
+            programs.add(program)
+            found.append((name, compiled_step))
     begins = turn % len(found)
     compiled = dict(found[begins:] + found[:begins])
     plain = cluster.with_profile(None)
@@ -259,6 +269,12 @@ def rank(model: Model, cluster: Cluster, rounds: int, kept: Kept, turn: int) -> 
     shortest_seconds = min(seconds for seconds, _ in foretold.values())
     seconds = run_in_turn(model, compiled, max(rounds, math.ceil(LEAST_SECONDS / shortest_seconds)))
     return [Timed(name, *both, tuple(seconds[name])) for name, both in foretold.items()]
+
+
+def program_of(text: str) -> str:
+    """What a compiled step does: its text without where lines and instructions come from."""
+    paragraphs = (one for one in text.split("\n\n") if not one.lstrip().startswith(_OF_SOURCES))
+    return re.sub(r", metadata=\{[^}]*\}", "", "\n\n".join(paragraphs))
 
 
 def plans(model: Model, cluster: Cluster) -> dict[str, Plan]:
@@ -277,12 +293,14 @@ def plans(model: Model, cluster: Cluster) -> dict[str, Plan]:
 
 
 def over_hand_made(rows: Sequence[Ranked]) -> float | None:
-    """Clock of the planner's plan that is foretold to be its fastest over that of the fastest by hand; None without either."""
+    """Clock of the planner's plan that is foretold to be its fastest (of several the slowest) over that of the fastest by hand;
+    None without either.
+    """
     own = [row for row in rows if row.name.split()[0] == "auto"]
     by_hand = [row.clock_seconds for row in rows if row not in own]
     if not own or not by_hand:
         return None
-    return min(own, key=lambda row: row.profile_seconds).clock_seconds / min(by_hand)
+    return min(own, key=lambda row: (row.profile_seconds, -row.clock_seconds)).clock_seconds / min(by_hand)
 
 
 def plan_table(title: str, rows: Sequence[Ranked]) -> Table:

@@ -19,11 +19,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-import autopar.api
+import autopar.parallelized
 from autopar import Cluster, Plan, PlanError, TraceError
-from autopar.api import Parallelized
 from autopar.cost_model.hlo import memory_bytes
 from autopar.methods import TensorParallel
+from autopar.parallelized import Parallelized
 from benchmarks.models import build
 from tests.toy_runs import eight_slow_devices
 
@@ -76,8 +76,8 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
 
         return call
 
-    monkeypatch.setattr(autopar.api, "make_plan", counting("planned", autopar.api.make_plan))
-    monkeypatch.setattr(autopar.api, "Executor", counting("compiled", autopar.api.Executor))
+    monkeypatch.setattr(autopar.parallelized, "make_plan", counting("planned", autopar.parallelized.make_plan))
+    monkeypatch.setattr(autopar.parallelized, "Executor", counting("compiled", autopar.parallelized.Executor))
     return counted
 
 

@@ -24,9 +24,9 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import AutoparError, Cluster, ClusterError, Plan, PlanError, TraceError
-from autopar.api import Parallelized
 from autopar.errors import BudgetError
 from autopar.methods import TensorParallel
+from autopar.parallelized import Parallelized
 from autopar.profile_file import load_profile
 
 Tree = dict[str, Any]

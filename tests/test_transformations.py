@@ -21,7 +21,7 @@ from jax.experimental import checkify, io_callback
 
 import autopar
 from autopar import TraceError
-from autopar.api import Parallelized
+from autopar.parallelized import Parallelized
 from tests.toy_runs import eight_slow_devices, sample
 
 Tree = dict[str, Any]

@@ -23,8 +23,9 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import autopar
+import autopar.parallelized
 from autopar import Cluster, Plan, PlanError, TraceError
-from autopar.api import Parallelized
+from autopar.parallelized import Parallelized
 from autopar.plan import Layout
 from autopar.schedule.verify import verify_program
 from autopar.user_shardings import UserShardings
@@ -348,8 +349,8 @@ def test_a_sharding_without_axes_is_noted() -> None:
 
 def test_another_batch_size_keeps_plan_and_constraints(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    original = autopar.api.make_plan
-    monkeypatch.setattr(autopar.api, "make_plan", lambda *args: made.append(args) or original(*args))
+    original = autopar.parallelized.make_plan
+    monkeypatch.setattr(autopar.parallelized, "make_plan", lambda *args: made.append(args) or original(*args))
     function = step_with(lambda h: with_sharding_constraint(h, on("columns")))
     step = parallel(function, constraints={"batch/x": P("columns"), "batch/y": P("columns"), "state/*": P()})
     for size in (16, 32):

@@ -54,7 +54,7 @@ class Ran(Protocol):
 
 
 class Step(Protocol):
-    """What :class:`autopar.api.Parallelized` offers to explanations."""
+    """What :class:`autopar.parallelized.Parallelized` offers to explanations."""
 
     __name__: str
 
