@@ -20,9 +20,9 @@ class Effort:
     ``full_bytes`` are the sizes of collectives (as in :mod:`autopar.cost_model.collectives`), ``sides`` the side lengths of
     square products, ``array_bytes`` the sizes of elementwise kernels' arrays on one device, ``fresh_bytes`` those of new
     arrays (the C library of Linux gives blocks of more than 32 MiB back at once, and those of 64 MiB whatever it is told, so
-    prices jump there, and what lies between is cheap: there are sizes on both sides).  ``seconds`` is what one point may take
-    once it is compiled, but each chain runs ``least_runs`` times; sizes whose product takes more than ``longest_seconds`` end
-    their row.
+    prices jump there, and what lies between is cheap: there are sizes on both sides, and one beyond, or larger arrays would be
+    priced as if the jump went on).  ``seconds`` is what one point may take once it is compiled, but each chain runs
+    ``least_runs`` times; sizes whose product takes more than ``longest_seconds`` end their row.
     """
 
     full_bytes: tuple[int, ...]
@@ -105,7 +105,7 @@ FULL = Effort(
     sides=(8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192),
     dtypes=("float32", "bfloat16", "float64"),
     array_bytes=tuple(1 << power for power in (10, 12, 14, 16, 18, 20, 22, 24)),
-    fresh_bytes=(*(1 << power for power in (16, 18, 20, 22, 24)), *(size << 20 for size in (31, 33, 62, 64))),
+    fresh_bytes=(*(1 << power for power in (16, 18, 20, 22, 24)), *(size << 20 for size in (31, 33, 62, 64, 128))),
     seconds=0.6,
     on_accelerators=_FULL_ON_ACCELERATORS,
 )
@@ -114,7 +114,7 @@ QUICK = Effort(
     sides=(8, 64, 256, 512),
     dtypes=("float32",),
     array_bytes=tuple(1 << power for power in (12, 16, 20, 23)),
-    fresh_bytes=(1 << 16, *(size << 20 for size in (1, 4, 31, 33, 62, 64))),
+    fresh_bytes=(1 << 16, *(size << 20 for size in (1, 4, 31, 33, 62, 64, 128))),
     seconds=0.1,
     world_bytes=(1 << 12, 1 << 16, 1 << 20),
     looped_features=(16, 64),
