@@ -3,12 +3,11 @@
     python -m benchmarks.ranking [--models gpt …] [--size bench] [--rounds 9] [--processes 3]
                                 [--profile auto|measure|none|FILE] [--resume FILE]
 
-Every method on every mesh shape that it can use is planned, compiled and timed on 8 devices of this machine; of plans that
-compile to one program (2×4 may be 2×2×2 under other names) the first counts.  The plans of a model take turns, in as many rounds
-as asked for, and so many more that each plan runs for a second, and are held against each other within rounds
-(:mod:`benchmarks.turns`).  Where arrays happen to lie makes some steps up to a tenth slower for as long as their process lives:
-several processes measure, and the rounds of all count alike.  The first plans and compiles; the others take its plans, and its
-executables out of JAX's cache.  Per model:
+Every method on every mesh shape that it can use is planned, compiled and timed on 8 devices of this machine; the plans of a
+model take turns, in as many rounds as asked for, and so many more that each plan runs for a second, and are held against each
+other within rounds (:mod:`benchmarks.turns`).  Where arrays happen to lie makes some steps up to a tenth slower for as long as
+their process lives, so several processes measure, and the rounds of all count alike.  The first plans and compiles; the others
+take its plans, and its executables out of JAX's cache.  Per model:
 
     tau     Kendall's: (pairs in the right order − pairs in the wrong order) / pairs, over the pairs of plans whose clocks
             differ by at least 5%
@@ -27,7 +26,6 @@ import argparse
 import itertools
 import math
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -63,8 +61,6 @@ LEAST_SECONDS = 1.0
 """That the steps of every plan take at least, all rounds of a process together."""
 MOST_SECONDS = 1800
 """That a process may take, plans and compilation included."""
-_OF_SOURCES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
-"""Tables of the user's lines in the text of a compiled program."""
 
 
 @dataclass(frozen=True)
@@ -245,19 +241,15 @@ def together(runs: Sequence[Sequence[Timed]]) -> list[Ranked]:
 
 
 def rank(model: Model, cluster: Cluster, rounds: int, kept: Kept, turn: int) -> list[Timed]:
-    """Every plan; the one numbered ``turn`` begins."""
+    """Every plan; each ``turn`` has other rounds."""
     if not kept.plans.exists():
         kept.write(plans(model, cluster))
     arguments = model.abstract_state(), model.abstract_batch()
     found = []
-    programs: set[str] = set()
     for name, plan in kept.read():
         step = autopar.parallelize(cluster=cluster)(model.train_step)
         step.use(plan)
-        compiled_step = step.compile(*arguments)
-        if (program := program_of(compiled_step.as_text())) not in programs:
-            programs.add(program)
-            found.append((name, compiled_step))
+        found.append((name, step.compile(*arguments)))
     begins = turn % len(found)
     compiled = dict(found[begins:] + found[:begins])
     plain = cluster.with_profile(None)
@@ -269,12 +261,6 @@ def rank(model: Model, cluster: Cluster, rounds: int, kept: Kept, turn: int) -> 
     shortest_seconds = min(seconds for seconds, _ in foretold.values())
     seconds = run_in_turn(model, compiled, max(rounds, math.ceil(LEAST_SECONDS / shortest_seconds)))
     return [Timed(name, *both, tuple(seconds[name])) for name, both in foretold.items()]
-
-
-def program_of(text: str) -> str:
-    """What a compiled step does: its text without where lines and instructions come from."""
-    paragraphs = (one for one in text.split("\n\n") if not one.lstrip().startswith(_OF_SOURCES))
-    return re.sub(r", metadata=\{[^}]*\}", "", "\n\n".join(paragraphs))
 
 
 def plans(model: Model, cluster: Cluster) -> dict[str, Plan]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import pytest
 
-from benchmarks.ranking import ModelRanked, Ranked, Results, Timed, over_hand_made, program_of, together, verdict
+from benchmarks.ranking import ModelRanked, Ranked, Results, Timed, over_hand_made, together, verdict
 
 
 def rows(*told: tuple[str, float, float]) -> list[Ranked]:
@@ -37,21 +34,6 @@ def test_of_plans_that_are_foretold_to_be_as_fast_the_slowest_is_taken() -> None
     foretold, clock = [1.0, 1.0, 2.0], [1.0, 1.5, 1.25]
     assert verdict(foretold, clock).regret == 1.5
     assert over_hand_made(rows(("auto 8", 1.0, 1.0), ("auto 2×4", 1.0, 1.5), ("zero2 8", 2.0, 1.25))) == 1.2
-
-
-def test_plans_that_compile_to_one_program_are_told_by_it_and_not_by_their_lines() -> None:
-    def compiled(function: Callable[[jax.Array], jax.Array]) -> str:
-        return str(jax.jit(lambda x: function(x)).lower(jnp.ones((4, 4))).compile().as_text())
-
-    def doubled(x: jax.Array) -> jax.Array:
-        return jnp.sin(x @ x) * 2
-
-    def doubled_elsewhere(x: jax.Array) -> jax.Array:
-        return jnp.sin(x @ x) * 2
-
-    texts = compiled(doubled), compiled(doubled_elsewhere)
-    assert texts[0] != texts[1] and program_of(texts[0]) == program_of(texts[1])
-    assert program_of(compiled(lambda x: jnp.sin(x @ x) * 3)) != program_of(texts[0])
 
 
 def test_rounds_of_all_processes_count_alike() -> None:
