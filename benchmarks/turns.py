@@ -1,9 +1,9 @@
 """How long does each of several steps take, where they take turns on a machine that is not alone with them?
 
 Round r runs every step p once, in t(p, r) seconds, and each round in another order: where one step always followed the same
-other, four plans of two towers that compute alike took 14.2, 14.6, 15.2 and 16.9 ms.  What else the machine has to do drifts from
-round to round, so steps are held against each other within rounds, and only what a round takes is held against other rounds: with
-m(r) the median over steps,
+other, four plans of two towers that compute alike took 14.2, 14.6, 15.2 and 16.9 ms, and an hour later, in such rounds, 17.6 to
+18.0.  What else the machine has to do drifts from round to round, so steps are held against each other within rounds, and only
+what a round takes is held against other rounds: with m(r) the median over steps,
 
     clock(p) = median over r of t(p, r) / m(r)  ·  median over r of m(r)
 
