@@ -49,8 +49,10 @@ class LoopedConvolutions:
     def seconds_per_flop(self, image_features: int, result_features: int) -> float:
         """Of a convolution with so many features on one device."""
         images, results, rates = self._grid
-        of_result = [float(np.interp(math.log2(result_features), results, row)) for row in rates]
-        return float(np.interp(math.log2(image_features), images, of_result))
+        image, result = (
+            math.log2(max(features, 1)) for features in (image_features, result_features)
+        )  # none in empty arrays
+        return float(np.interp(image, images, [np.interp(result, results, row) for row in rates]))
 
     @cached_property
     def _grid(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
