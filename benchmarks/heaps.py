@@ -14,12 +14,10 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import jax
 from rich.console import Console
 from rich.table import Table
 
@@ -27,10 +25,8 @@ import autopar
 from autopar.cluster import Cluster
 from autopar.host_memory import variables
 from benchmarks.models import FAMILIES, build
-from benchmarks.turns import advance
+from benchmarks.turns import run_in_turn
 
-SETTLING = 10
-"""Steps before those that are timed: a heap grows until it has found places for everything."""
 MOST_SECONDS = 900
 """That a process may take."""
 
@@ -40,14 +36,7 @@ def median_seconds(name: str, method: str, steps: int) -> float:
     model = build(name, "bench")
     step = autopar.parallelize(model.train_step, cluster=Cluster.local(profile=None), method=method)
     compiled = step.compile(model.abstract_state(), model.abstract_batch())
-    batch, state = model.make_batch(model.batch_size), jax.tree.leaves(jax.jit(model.make_state)())
-    seconds = []
-    for number in range(SETTLING + steps):
-        started = time.perf_counter()
-        state = advance(compiled, state, batch)
-        if number >= SETTLING:
-            seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+    return statistics.median(run_in_turn(model, {name: compiled}, steps)[name])
 
 
 def median_apart(name: str, heaps: int, arguments: argparse.Namespace) -> float:
