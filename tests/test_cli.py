@@ -164,6 +164,7 @@ def test_profile_measures_and_stores(
         copied_shape=(8, 16),
         message_bytes=(1 << 10,),
         world_bytes=(1 << 12,),
+        looped_features=(4,),
     )
     monkeypatch.setattr(efforts, "QUICK", least)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
