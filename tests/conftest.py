@@ -99,6 +99,29 @@ def users_fusions() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def programs_kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Each program is compiled once: for tests whose rows differ in the order in which the same programs run."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+
+    def use(chosen: dict[str, Any]) -> None:
+        for name, value in chosen.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()  # JAX asks only once whether there is a directory
+
+    use(options)
+    yield
+    use(before)
+
+
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
     """A Ray cluster of one node."""
