@@ -227,7 +227,7 @@ def test_a_pinned_layout_says_that_there_was_no_choice(zero3: Explanation) -> No
 
 @pytest.mark.verify
 def test_a_plan_that_was_squeezed_says_what_it_would_do_without_a_budget() -> None:
-    arguments = jax.eval_shape(lambda: (mlp_state(64, 256), mlp_batch(64, 32)))
+    arguments = jax.eval_shape(lambda: (mlp_state(256, 1024), mlp_batch(256, 32)))
     free = autopar.parallelize(cluster=V100S)(mlp_step).plan(*arguments)
     whole = autopar.parallelize(cluster=V100S)(mlp_step).plan(*arguments, method="data_parallel")
     budget = 0.6 * free.peak_bytes

@@ -215,6 +215,34 @@ def test_a_stage_on_every_device() -> None:
     assert [stage.devices for stage in plan.stages] == [(k,) for k in range(len(plan.stages))]
 
 
+def test_like_layers_of_which_one_reads_the_batch_and_another_what_is_sent() -> None:
+    """A block's second half adds what the block got: the first of them the batch, those after it what two stages before made."""
+    blocks = ("block0", "block1", "block2")
+
+    def make_blocks() -> dict[str, Any]:
+        keys = jax.random.split(jax.random.key(0), len(blocks))
+        return {
+            name: {half: jax.random.normal(key, (WIDTH, WIDTH)) / 8 for half in ("up", "down")}
+            for name, key in zip(blocks, keys, strict=True)
+        }
+
+    def loss_of(params: Any, batch: Any) -> jax.Array:
+        x = batch["x"]
+        for name in blocks:
+            x = x + jnp.tanh(x @ params[name]["up"]) @ params[name]["down"]
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    def residual_step(params: Any, batch: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss_of)(params, batch)
+        return jax.tree.map(lambda old, change: old - 0.1 * change, params, gradients), value
+
+    step = pipeline(residual_step, [[k] for k in range(2 * len(blocks))], 2)
+    state = step.init(make_blocks, examples())
+    for k, name in enumerate(blocks):
+        assert [devices_of(state[name][half]) for half in ("up", "down")] == [(2 * k,), (2 * k + 1,)]
+    same(after_two(step, state), after_two(jax.jit(residual_step), make_blocks()))
+
+
 @pytest.mark.parametrize(
     "method",
     [

@@ -436,10 +436,10 @@ class StagePlanner:
         *,
         splits_backward: bool,
     ) -> StageCost:
-        """The lowered stage and its price; stages of one structure and plan are lowered and priced once."""
+        """The lowered stage and its price; stages of one structure, outline and plan are lowered and priced once."""
         graph, text = self._graph(program)
         stage = replace(found.stage, devices=devices, hosted=hosted)
-        key = (text, program.state_pairs, id(found), hosted, splits_backward)
+        key = (text, program.outline, id(found), hosted, splits_backward)
         if key not in self._costs:
             donates_state = self._task.donates_state
             lowering = lower_stage(program, graph, stage, donates_state=donates_state, splits_backward=splits_backward)

@@ -72,6 +72,18 @@ class StageProgram:
     state_pairs: tuple[tuple[int, int], ...]
     carries: int
 
+    @property
+    def outline(self) -> tuple[object, ...]:
+        """What lowering asks of a program beside its equations: stages in which these and this are the same are lowered alike.
+
+        Equal equations say nothing of where inputs come from: one layer reads the batch where the next reads what another stage
+        sends.
+        """
+        ends = tuple(
+            (end.crossing and (end.crossing.passing, end.crossing.segment)) for end in self.inputs + self.outputs
+        )
+        return self.loop, ends, self.parts, self.segments, self.state_pairs, self.carries
+
 
 @dataclass(frozen=True)
 class Cut:
