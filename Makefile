@@ -60,7 +60,7 @@ test: $(VENV)/.with-test-examples
 	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 verify: $(VENV)/.with-test-examples
-	@$(BIN)/python scripts/verify.py build/verify.log $(PYTEST_ARGS)
+	@$(BIN)/python scripts/verify.py build/verify.log -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 # In an environment of its own: where the compiler is installed, JAX looks for GPUs and complains when there are none.
 verify-gpu:

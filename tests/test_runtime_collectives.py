@@ -123,6 +123,15 @@ def test_every_move(mesh: Mesh) -> None:
     assert_moves(chance.sample(jobs, min(150, len(jobs))), jnp.arange(128, dtype=jnp.float32).reshape(SHAPE), mesh)
 
 
+@pytest.mark.parametrize("shape", [(0, 8), (16, 0)], ids=str)
+def test_every_move_of_an_array_without_elements(shape: tuple[int, int]) -> None:
+    mesh = MESHES[0]
+    jobs: list[Job] = [
+        (layout, (move,), after) for layout in layouts(mesh, partial=True) for move, after in steps(layout, mesh)
+    ]
+    assert_moves(jobs, jnp.zeros(shape), mesh)
+
+
 @pytest.mark.parametrize("mesh", [pytest.param(MESHES[0], marks=pytest.mark.verify), MESHES[2]], ids=str)
 def test_moves_in_a_row(mesh: Mesh) -> None:
     """The lists of moves that plans are made of, between any two layouts."""

@@ -75,6 +75,8 @@ def _apply(x: jax.Array, move: Move, mesh: Mesh) -> jax.Array:
     if move.kind in _OF_SUMMANDS and x.dtype == jnp.bool_:
         raise PlanError(f"{move} would sum Booleans; give the value a layout without partial axes")
     pieces = mesh.axis_size(*move.axes)
+    if x.size == 0:  # nothing to send, and StableHLO gathers nothing along a dimension of no elements
+        return jnp.zeros(_shape_after(x, move, pieces), x.dtype)
     match move.kind:
         case MoveKind.SLICE:
             extent = _piece_extent(x, move.dim, pieces, move)
@@ -108,6 +110,22 @@ def _apply(x: jax.Array, move: Move, mesh: Mesh) -> jax.Array:
             )
         case MoveKind.MASK:
             return jnp.where(is_first(move.axes), x, jnp.zeros_like(x))
+
+
+def _shape_after(x: jax.Array, move: Move, pieces: int) -> tuple[int, ...]:
+    """Of the shard that a move leaves of ``x``."""
+    shape = list(x.shape)
+    match move.kind:
+        case MoveKind.ALL_GATHER:
+            shape[move.dim] *= pieces
+        case MoveKind.SLICE | MoveKind.REDUCE_SCATTER | MoveKind.EXCHANGE_SUM:
+            shape[move.dim] = _piece_extent(x, move.dim, pieces, move)
+        case MoveKind.ALL_TO_ALL:
+            shape[move.to_dim] = _piece_extent(x, move.to_dim, pieces, move)
+            shape[move.dim] *= pieces
+        case MoveKind.ALL_REDUCE | MoveKind.MASK:
+            pass
+    return tuple(shape)
 
 
 def _gathered(x: jax.Array, move: Move) -> jax.Array:
