@@ -75,7 +75,7 @@ def _apply(x: jax.Array, move: Move, mesh: Mesh) -> jax.Array:
     if move.kind in _OF_SUMMANDS and x.dtype == jnp.bool_:
         raise PlanError(f"{move} would sum Booleans; give the value a layout without partial axes")
     pieces = mesh.axis_size(*move.axes)
-    if x.size == 0:  # nothing to send, and StableHLO gathers nothing along a dimension of no elements
+    if x.size == 0:  # nothing to send, and StableHLO neither gathers nor scatters along an empty dimension
         return jnp.zeros(_shape_after(x, move, pieces), x.dtype)
     match move.kind:
         case MoveKind.SLICE:

@@ -79,9 +79,8 @@ class StageProgram:
         Equal equations say nothing of where inputs come from: one layer reads the batch where the next reads what another stage
         sends.
         """
-        ends = tuple(
-            (end.crossing and (end.crossing.passing, end.crossing.segment)) for end in self.inputs + self.outputs
-        )
+        crossings = [end.crossing for end in (*self.inputs, *self.outputs)]
+        ends = tuple(None if crossing is None else (crossing.passing, crossing.segment) for crossing in crossings)
         return self.loop, ends, self.parts, self.segments, self.state_pairs, self.carries
 
 
