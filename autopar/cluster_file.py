@@ -14,8 +14,8 @@ from autopar.files import Header, write_atomically
 from autopar.wiring import Wiring
 
 _FILE_FORMAT = "autopar-cluster"
-_FILE_VERSION = 4
-_READ_VERSIONS = (1, 2, 3, 4)
+_FILE_VERSION = 5
+_READ_VERSIONS = (1, 2, 3, 4, 5)
 """The first knows no differences between hosts, the second no link to their memory, the third neither wires nor hiding."""
 _Made = TypeVar("_Made")
 
@@ -40,6 +40,7 @@ class _Device(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     memory_bytes_per_second: float
     source: str = ""
     hides_collectives: bool = False
+    vector_flops_per_second: float | None = None
 
 
 class _HostDevice(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -135,6 +136,7 @@ def _from_kind(kind: DeviceKind) -> _Device:
         memory_bytes_per_second=kind.memory_bytes_per_second,
         source=kind.source,
         hides_collectives=kind.hides_collectives,
+        vector_flops_per_second=kind.vector_flops_per_second,
     )
 
 

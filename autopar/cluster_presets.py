@@ -66,9 +66,14 @@ _NCCL = "latency: NCCL src/graph/tuning.cc, hwLat, ring, protocol Simple"
 
 
 def _device(
-    name: str, platform: Platform, tera_flops: dict[str, float], memory: tuple[float, float], source: str
+    name: str,
+    platform: Platform,
+    tera_flops: dict[str, float],
+    memory: tuple[float, float],
+    source: str,
+    vector_tera_flops: float | None = None,
 ) -> DeviceKind:
-    """A device from its data sheet: peak TFLOP/s per dtype, (GiB, GB/s) of memory."""
+    """A device from its data sheet: peak TFLOP/s per dtype, (GiB, GB/s) of memory, TFLOP/s of float32 beside matrix units."""
     gibibytes, gigabytes_per_second = memory
     return DeviceKind(
         name=name,
@@ -77,6 +82,7 @@ def _device(
         memory_bytes=int(gibibytes * GIB * MEMORY_USABLE),
         memory_bytes_per_second=gigabytes_per_second * GIGA * MEMORY_BANDWIDTH_REACHED,
         source=source,
+        vector_flops_per_second=None if vector_tera_flops is None else vector_tera_flops * TERA,
     )
 
 
@@ -123,6 +129,7 @@ V100_16 = _device(
     {"float64": 7.8, "float32": 15.7, "bfloat16": 15.7, "float16": 125},
     (16, 900),
     "NVIDIA V100 data sheet, Specifications, V100 SXM2; bfloat16 runs as float32",
+    15.7,
 )
 V100_32 = replace(
     V100_16,
@@ -132,8 +139,8 @@ V100_32 = replace(
 )
 _A100_TERA_FLOPS = {"float64": 19.5, "float32": 156, "bfloat16": 312, "float16": 312, "int8": 624}
 _A100_SOURCE = "NVIDIA A100 data sheet, table of specifications, {} SXM, dense (no sparsity); float32 as TF32"
-A100_40 = _device("A100-SXM4-40GB", Platform.CUDA, _A100_TERA_FLOPS, (40, 1555), _A100_SOURCE.format("A100 40GB"))
-A100_80 = _device("A100-SXM4-80GB", Platform.CUDA, _A100_TERA_FLOPS, (80, 2039), _A100_SOURCE.format("A100 80GB"))
+A100_40 = _device("A100-SXM4-40GB", Platform.CUDA, _A100_TERA_FLOPS, (40, 1555), _A100_SOURCE.format("A100 40GB"), 19.5)
+A100_80 = _device("A100-SXM4-80GB", Platform.CUDA, _A100_TERA_FLOPS, (80, 2039), _A100_SOURCE.format("A100 80GB"), 19.5)
 _HOPPER_TERA_FLOPS = {
     "float64": 67,
     "float32": 494.7,
@@ -147,10 +154,10 @@ _HOPPER_SOURCE = (
     "NVIDIA {} data sheet, Technical Specifications, {} SXM, halved where given with sparsity; float32 as TF32"
 )
 H100_80 = _hiding(
-    _device("H100-SXM5-80GB", Platform.CUDA, _HOPPER_TERA_FLOPS, (80, 3350), _HOPPER_SOURCE.format("H100", "H100"))
+    _device("H100-SXM5-80GB", Platform.CUDA, _HOPPER_TERA_FLOPS, (80, 3350), _HOPPER_SOURCE.format("H100", "H100"), 67)
 )
 H200_141 = _hiding(
-    _device("H200-SXM-141GB", Platform.CUDA, _HOPPER_TERA_FLOPS, (141, 4800), _HOPPER_SOURCE.format("H200", "H200"))
+    _device("H200-SXM-141GB", Platform.CUDA, _HOPPER_TERA_FLOPS, (141, 4800), _HOPPER_SOURCE.format("H200", "H200"), 67)
 )
 TPU_V5E = _device(
     "TPU v5e",

@@ -77,7 +77,8 @@ class DeviceKind:
     that is really reached; ``memory_bytes`` is what a program may use; ``memory_bytes_per_second`` the bandwidth of it.
     ``source`` says where the figures come from.  Any mapping is accepted; it is kept as a read-only, hashable one.
     ``hides_collectives`` says that XLA runs kernels beside collectives on such devices (:mod:`autopar.cost_model.overlap`); where
-    that was not seen it is False.
+    that was not seen it is False.  ``vector_flops_per_second`` is what it computes in float32 beside its matrix units, by its
+    data sheet: compilers weigh it against the bandwidth of memory (:mod:`autopar.cost_model.made_again`).  None: not known.
 
     Raises ``ClusterError`` for figures that are not finite and positive.
     """
@@ -89,6 +90,7 @@ class DeviceKind:
     memory_bytes_per_second: float
     source: str = ""
     hides_collectives: bool = False
+    vector_flops_per_second: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.platform, Platform):
@@ -100,6 +102,8 @@ class DeviceKind:
             _check_number(f"flops_per_second[{dtype!r}] of device {self.name!r}", rate)
         check_count(f"memory_bytes of device {self.name!r}", self.memory_bytes)
         _check_number(f"memory_bytes_per_second of device {self.name!r}", self.memory_bytes_per_second)
+        if self.vector_flops_per_second is not None:
+            _check_number(f"vector_flops_per_second of device {self.name!r}", self.vector_flops_per_second)
         if not isinstance(self.flops_per_second, Frozen):
             object.__setattr__(self, "flops_per_second", Frozen(self.flops_per_second))
 

@@ -38,13 +38,12 @@ def adapt_stage(
     layouts = output_layouts(graph, stage, subject.roles.state_pairs)
     program = lower(graph, stage, layouts)
     donated = subject.donated if demands.donate_state else frozenset()
-    platform = cluster.device.platform.value
     memory = predict_memory(
         program,
         fusion=fusion,
         state_pairs=subject.roles.state_pairs,
         donated=donated,
-        platform=platform,
+        device=cluster.device,
         names=subject.names,
     )
     if memory.total_bytes > float(demands.memory_per_device or cluster.per_device_memory_bytes):

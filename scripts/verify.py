@@ -1,6 +1,8 @@
 """Run every test, the slow proofs included, and keep a log that says what was run, on what, for how long, and how it ended.
 
-Those that need the extra gpu-compiler are left out; with ``-m gpu_compiler`` they are what is run.
+Those that need the extra gpu-compiler are left out; with ``-m gpu_compiler`` they are what is run.  All of it takes hours: a run
+that was cut off, or in which something failed, is continued by the same command.  What passed by the log, at the same commit with
+the same Python, JAX and arguments, is not run again, and the log goes on.  Where files differ from the commit all is run.
 
 Usage: python scripts/verify.py LOG [PYTEST_ARGUMENTS...]
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -19,6 +22,16 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+
+PASSED = "result:  passed"
+NOTHING_LEFT = 5
+"""What pytest returns where all tests are left out."""
+
+# In several processes the outcome stands before the test's name, in one behind it.
+_OUTCOMES = (
+    re.compile(r"\[gw\d+\] \[ *\d+%\] (?P<outcome>PASSED|FAILED|ERROR) (?P<test>.+?) *$"),
+    re.compile(r"(?P<test>\S+::.+) (?P<outcome>PASSED|FAILED|ERROR) +\[ *\d+%\]$"),
+)
 
 
 def commit() -> str:
@@ -36,25 +49,46 @@ def commit() -> str:
     return name.stdout.strip()
 
 
+def header_of(command: Sequence[str]) -> str:
+    """What is the same in all parts of a run."""
+    return (
+        f"commit:  {commit()}\n"
+        f"command: {shlex.join(command)}\n"
+        f"python:  {platform.python_version()}, jax {version('jax')}, jaxlib {version('jaxlib')}\n"
+        f"machine: {platform.machine()}, {os.cpu_count()} cores\n"
+    )
+
+
+def passed_in(log: str, header: str) -> list[str]:
+    """The tests whose last outcome in a log is to have passed; none if it is of something else, of changed files, or complete."""
+    is_of_a_commit = re.match(r"commit:  [0-9a-f]{40}\n", header)
+    if not is_of_a_commit or not log.startswith(header) or log.rstrip().endswith(PASSED):
+        return []
+    last: dict[str, str] = {}
+    for line in log.splitlines():
+        for pattern in _OUTCOMES:
+            if found := pattern.match(line):
+                last[found["test"]] = found["outcome"]
+    return [test for test, outcome in last.items() if outcome == "PASSED"]
+
+
 def main(arguments: Sequence[str]) -> int:
     if not arguments:
         sys.stderr.write(f"{__doc__}\n")
         return 2
     log_path = Path(arguments[0])
     # With --capture=sys the log has what XLA says before it ends a process.
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-m",
-        "not gpu_compiler",
-        "--durations=25",
-        "--capture=sys",
-        *arguments[1:],
-    ]
+    options = ("-m", "not gpu_compiler", "-v", "--durations=25", "--capture=sys", "-p", "passed_before")
+    command = [sys.executable, "-m", "pytest", *options, *arguments[1:]]
+    header = header_of(command)
+    passed = passed_in(log_path.read_text(encoding="utf-8") if log_path.exists() else "", header)
+    passed_path = log_path.with_suffix(".passed").absolute()
     log_path.parent.mkdir(parents=True, exist_ok=True)
+    passed_path.write_text("".join(f"{test}\n" for test in passed), encoding="utf-8")
+    paths = os.pathsep.join(filter(None, (str(ROOT / "scripts"), os.environ.get("PYTHONPATH"))))
+    settings = {"AUTOPAR_VERIFY": "1", "AUTOPAR_PASSED_BEFORE": str(passed_path), "PYTHONPATH": paths}
     started = time.monotonic()
-    with log_path.open("w", encoding="utf-8") as log:
+    with log_path.open("a" if passed else "w", encoding="utf-8") as log:
 
         def say(line: str) -> None:
             sys.stdout.write(line)
@@ -62,26 +96,19 @@ def main(arguments: Sequence[str]) -> int:
             log.write(line)
             log.flush()
 
-        say(f"commit:  {commit()}\n")
-        say(f"command: {shlex.join(command)}\n")
-        say(f"python:  {platform.python_version()}, jax {version('jax')}, jaxlib {version('jaxlib')}\n")
-        say(f"machine: {platform.machine()}, {os.cpu_count()} cores\n")
+        say(f"\ncontinued, {len(passed)} tests passed before\n" if passed else header)
         say(f"started: {datetime.now(UTC).isoformat(timespec='seconds')}\n\n")
         process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=os.environ | {"AUTOPAR_VERIFY": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            command, cwd=ROOT, env=os.environ | settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         with process:
             assert process.stdout is not None
             for line in process.stdout:
                 say(line)
-        outcome = "passed" if process.returncode == 0 else f"FAILED (exit status {process.returncode})"
-        say(f"\nseconds: {time.monotonic() - started:.1f}\nresult:  {outcome}\n")
-    return process.returncode
+        is_good = process.returncode == 0 or (passed and process.returncode == NOTHING_LEFT)
+        outcome = PASSED if is_good else f"result:  FAILED (exit status {process.returncode})"
+        say(f"\nseconds: {time.monotonic() - started:.1f}\n{outcome}\n")
+    return 0 if is_good else process.returncode
 
 
 if __name__ == "__main__":

@@ -152,6 +152,9 @@ def test_nodes_of_a_ray_cluster_with_gpus_of_two_kinds() -> None:
 
 def test_files_of_the_versions_before_are_read(tmp_path: Path) -> None:
     path, content = stored(tmp_path)
+    del content["cluster"]["device"]["vector_flops_per_second"]
+    path.write_text(json.dumps(content | {"version": 4}))
+    assert Cluster.from_file(path) == TOY
     del content["cluster"]["device"]["hides_collectives"]
     path.write_text(json.dumps(content | {"version": 3}))
     assert Cluster.from_file(path) == TOY
@@ -500,7 +503,7 @@ def test_numbers_that_are_none(literal: str, tmp_path: Path) -> None:
         (("cluster", "device", "flops_per_second"), {}, r"\$\.cluster\.device: .*at least one dtype"),
         (("cluster", "device", "memory_bytes"), 0, r"\$\.cluster\.device: memory_bytes"),
         (("format",), "alpa", r"\$\.format is 'alpa'.*not a cluster file"),
-        (("version",), 5, r"\$\.version is 5, .*reads 1 to 4"),
+        (("version",), 6, r"\$\.version is 6, .*reads 1 to 5"),
         (
             ("cluster", "host_memory_link"),
             LINK | {"shared_by": 0},

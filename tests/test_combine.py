@@ -194,7 +194,7 @@ def check_all_reduces(compiled: Any) -> None:
     """The sets of all-reduces that the compiled program sends together are those predicted."""
     predicted = Counter(
         sum(level.nodes[number].size_bytes for number in group)
-        for level in levels(arrays_of(compiled.program, (), "cpu"))
+        for level in levels(arrays_of(compiled.program, (), eight_slow_devices().device))
         for group in combined(level)
         if level.nodes[group[0]].size_bytes
     )
@@ -247,7 +247,7 @@ def test_sums_that_xla_cpu_makes_one_pay_one_after_the_other(waits: tuple[WaitCu
     cluster = eight_slow_devices().with_profile(profile)
     step = autopar.parallelize(cluster=cluster, method="data_parallel")(model.train_step)
     compiled = step.compile(model.abstract_state(), model.abstract_batch())
-    leaders = led_by(compiled.program, "cpu")
+    leaders = led_by(arrays_of(compiled.program, (), cluster.device), Platform.CPU)
     reduces = [use for use in compiled.plan.prediction.collectives if use.kind == "all-reduce"]
     assert len(leaders) == len(reduces) > 1
     module = parse_module(compiled.as_text())

@@ -18,7 +18,7 @@ from jax.extend.random import threefry2x32_p
 from jax.typing import DTypeLike
 
 import autopar
-from autopar.cluster import Mesh
+from autopar.cluster import Cluster, Mesh
 from autopar.cost_model.arrays import arrays_of
 from autopar.cost_model.buffers import kernels_of
 from autopar.cost_model.hlo import memory_bytes
@@ -26,6 +26,7 @@ from autopar.cost_model.library import FEWEST_ELEMENTS
 from autopar.cost_model.memory import predict_memory
 from autopar.cost_model.nodes import Arrays
 from autopar.cost_model.tenants import trees
+from autopar.devices import DeviceKind, Platform
 from autopar.graph.build import build_graph
 from autopar.graph.fusion import fuse
 from autopar.graph.tracing import trace
@@ -37,6 +38,10 @@ from tests.toy_runs import eight_slow_devices
 
 pytestmark = pytest.mark.usefixtures("users_fusions")
 
+CPU = DeviceKind("a core", Platform.CPU, {"float32": 1e11}, 1 << 30, 2.5e10)
+V100, A100, H100, H200 = (
+    Cluster.preset(name).device for name in ("p3.16xlarge", "p4de.24xlarge", "p5.48xlarge", "h200")
+)
 TOTAL_TOLERANCE = 0.15
 TOO_LOW = 0.05
 PLANS: dict[str, dict[str, Any]] = {
@@ -106,7 +111,7 @@ def whole_on_each_device(function: Any, *shapes: tuple[int, ...]) -> tuple[Memor
     graph = build_graph(traced.jaxpr, platform="cpu")
     stage = Stage(Mesh(("data",), (8,)), {}, {}, {})
     program = lower(graph, stage, output_layouts(graph, stage, ()))
-    memory = predict_memory(program, fusion=fuse(graph), state_pairs=(), donated=frozenset(), platform="cpu")
+    memory = predict_memory(program, fusion=fuse(graph), state_pairs=(), donated=frozenset(), device=CPU)
     return memory, memory_bytes(Executor(program, traced.in_avals, frozenset(), jax.devices()))
 
 
@@ -323,20 +328,26 @@ def test_matrices_are_read_in_either_orientation_unless_one_alone_is_made_of_mor
     check(memory, actual)
 
 
-def kept_by(function: Any, arguments: tuple[jax.ShapeDtypeStruct, ...], platform: str) -> set[str]:
-    """The primitives whose results a platform's compiler keeps in memory."""
+def kept_by(function: Any, arguments: tuple[jax.ShapeDtypeStruct, ...], device: DeviceKind) -> set[str]:
+    """The primitives whose results a device's compiler keeps in memory."""
+    platform = device.platform.value
     graph = build_graph(trace(function, arguments, {}).jaxpr, platform=platform)
     stage = Stage(Mesh(("data",), (8,)), {}, {}, {})
     program = lower(graph, stage, output_layouts(graph, stage, ()))
-    kernels = kernels_of(arrays_of(program, (), platform), platform)
+    kernels = kernels_of(arrays_of(program, (), device), platform)
     sources = (kernels.nodes[number].source for number in kernels.reads)
     return {source.primitive for source in sources if source is not None}
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("platform", ["cpu", "cuda"])
-def test_gpus_compute_again_from_what_is_no_larger(dtype: DTypeLike, platform: str) -> None:
-    """As XLA's compiler for H100s does: its softmax is one kernel, tanh stands in two (of wide narrow floats in one)."""
+@pytest.mark.parametrize(
+    ("device", "widths"), [(CPU, {2, 4}), (V100, {2}), (A100, {2, 4}), (H100, {2}), (H200, {2, 4})]
+)
+def test_gpus_compute_again_from_what_is_no_larger(dtype: DTypeLike, device: DeviceKind, widths: set[int]) -> None:
+    """As XLA's compilers for GPUs do: their softmax is one kernel, and tanh stands in two where it is not kept.
+
+    ``widths`` are the bytes of such elements as the device keeps: its memory is fast for what it computes.
+    """
 
     def softmax_product(x: jax.Array, w: jax.Array) -> jax.Array:
         powers = jnp.exp((x @ w).astype(jnp.float32))
@@ -347,9 +358,9 @@ def test_gpus_compute_again_from_what_is_no_larger(dtype: DTypeLike, platform: s
 
     arguments = tuple(jax.ShapeDtypeStruct((256, 256), dtype) for _ in range(2))
     for function, costly in ((softmax_product, "exp"), (gradient_of_gelu, "tanh")):
-        made = kept_by(function, arguments, platform)
+        made = kept_by(function, arguments, device)
         assert "dot_general" in made
-        assert (costly in made) is (platform == "cpu" or (costly == "tanh" and dtype == jnp.bfloat16))
+        assert (costly in made) is (device == CPU or (costly == "tanh" and jnp.dtype(dtype).itemsize in widths))
 
 
 @pytest.mark.parametrize("is_split", [False, True], ids=["bits", "words"])
@@ -365,7 +376,7 @@ def test_of_a_dropout_gpus_keep_the_mask(is_split: bool) -> None:
         return jax.grad(lambda x: jnp.sum(jnp.where(mask, x @ x, 0.0) ** 2))(x)
 
     arguments = jax.ShapeDtypeStruct((256, 256), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.uint32)
-    on_gpus, on_cpus = (kept_by(dropped, arguments, platform) for platform in ("cuda", "cpu"))
+    on_gpus, on_cpus = (kept_by(dropped, arguments, device) for device in (H100, CPU))
     bits = {"random_bits", "threefry2x32"}
     assert "lt" in on_gpus and not on_gpus & bits
     assert "lt" not in on_cpus and on_cpus & bits
@@ -375,7 +386,7 @@ def arrays_on_each_device(function: Any) -> Arrays:
     """The arrays of a function of one float32[16, 64] that is not cut at all."""
     graph = build_graph(trace(function, (jax.ShapeDtypeStruct((16, 64), jnp.float32),), {}).jaxpr, platform="cpu")
     stage = Stage(Mesh(("data",), (8,)), {}, {}, {})
-    return arrays_of(lower(graph, stage, output_layouts(graph, stage, ())), (), "cpu")
+    return arrays_of(lower(graph, stage, output_layouts(graph, stage, ())), (), CPU)
 
 
 @pytest.mark.parametrize(
@@ -420,7 +431,7 @@ def test_what_is_gathered_along_an_inner_dimension_is_turned_even_where_no_eleme
     graph = build_graph(traced.jaxpr, platform="cpu")
     stage = Stage(Mesh(("data",), (8,)), {graph.inputs[0]: Layout(((), ("data",), ()))}, {}, {})
     program = lower(graph, stage, output_layouts(graph, stage, ()))
-    memory = predict_memory(program, fusion=fuse(graph), state_pairs=(), donated=frozenset(), platform="cpu")
+    memory = predict_memory(program, fusion=fuse(graph), state_pairs=(), donated=frozenset(), device=CPU)
     check(memory, memory_bytes(Executor(program, traced.in_avals, frozenset(), jax.devices())))
 
 
@@ -430,7 +441,7 @@ def test_a_transpose_that_is_gathered_for_a_result_is_gathered_in_its_own_order(
     graph = build_graph(traced.jaxpr, platform="cpu")
     stage = Stage(Mesh(("data",), (8,)), {graph.inputs[0]: Layout(((), ("data",)))}, {}, {})
     program = lower(graph, stage, [Layout(((), ()))])
-    memory = predict_memory(program, fusion=fuse(graph), state_pairs=(), donated=frozenset(), platform="cpu")
+    memory = predict_memory(program, fusion=fuse(graph), state_pairs=(), donated=frozenset(), device=CPU)
     actual = memory_bytes(Executor(program, traced.in_avals, frozenset(), jax.devices()))
     assert memory.temp_bytes == pytest.approx(actual.temp, rel=1e-3)
 

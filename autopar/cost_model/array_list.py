@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 from autopar.cost_model.nodes import Arrays, Form, Node, Tenant
+from autopar.devices import DeviceKind, Platform
 from autopar.graph.ir import Operator, Phase
 from autopar.plan import Layout
 from autopar.schedule.reshard import local_shape
@@ -35,10 +36,10 @@ MOST_ORIGINS = 2
 class ArrayList:
     """Owns the growing list of one level, and where each buffer of the program is in it."""
 
-    def __init__(self, program: SpmdProgram, platform: str, donated: frozenset[int]) -> None:
+    def __init__(self, program: SpmdProgram, device: DeviceKind, donated: frozenset[int]) -> None:
         """``donated`` are the positions of inputs that may be written over."""
-        self.program, self.platform = program, platform
-        self.on_cpu = platform == "cpu"
+        self.program, self.device = program, device
+        self.on_cpu = device.platform is Platform.CPU
         self.arrays = Arrays()
         self.at: dict[Buffer, int] = {}
         self._made: dict[object, int] = {}

@@ -16,6 +16,7 @@ from autopar.cost_model.computed_arrays import ComputedArrays
 from autopar.cost_model.hosted import bytes_in_flight, has_host_memory
 from autopar.cost_model.moved_arrays import MovedArrays
 from autopar.cost_model.nodes import Arrays, Form, Node, Tenant
+from autopar.devices import DeviceKind
 from autopar.graph.build import LoopKind
 from autopar.schedule.reshard import MoveKind
 from autopar.schedule.spmd import Buffer, Reshard, Run, SpmdProgram, local_bytes
@@ -36,14 +37,14 @@ class _Carried:
 
 
 def arrays_of(
-    program: SpmdProgram, pairs: tuple[tuple[int, int], ...], platform: str, scan: tuple[int, int] | None = None
+    program: SpmdProgram, pairs: tuple[tuple[int, int], ...], device: DeviceKind, scan: tuple[int, int] | None = None
 ) -> Arrays:
-    """The nodes of a program; ``pairs`` are its donated inputs and the outputs that take their place.
+    """The nodes of a program on one ``device``; ``pairs`` are its donated inputs and the outputs that take their place.
 
     In the body of a ``scan`` (i, k) the inputs from position i on are slices that the body itself takes from stacked
     arrays, and the outputs from position k on are slices that it writes into stacked arrays.
     """
-    nodes = ArrayList(program, platform, frozenset(position for position, _ in pairs))
+    nodes = ArrayList(program, device, frozenset(position for position, _ in pairs))
     if scan is not None:
         for buffer in program.inputs[scan[0] :]:
             nodes.at[buffer] = nodes.slice_of(nodes.at[buffer])
@@ -61,7 +62,7 @@ def arrays_of(
         stacked = [None if node is None else nodes.slice_of(node) for node in arrays.outputs[scan[1] :]]
         arrays.outputs[scan[1] :] = stacked
     arrays.pairs = pairs
-    if has_host_memory(platform) and program.hosted.is_any:
+    if has_host_memory(device.platform.value) and program.hosted.is_any:
         arrays.hosted = program.hosted
         arrays.in_flight = len(arrays.nodes)
         arrays.nodes.append(Node(Form.INPUT, (), bytes_in_flight(program), Tenant.HOSTED, -1, None))
@@ -106,7 +107,7 @@ def _repeat(nodes: ArrayList, step: Run, carried: _Carried, scan: tuple[int, int
         owned.append(nodes.add(Form.KERNEL, (), nodes.bytes_of(buffer), Tenant.LOOP, buffer.value, operator))
     loop = nodes.add(Form.LOOP, (*inputs, *owned[carried.number :]), 0, Tenant.LOOP, -1, operator)
     pairs = tuple((carried.body_start + k, k) for k in range(carried.number))
-    nodes[loop].inner = arrays_of(body, pairs, nodes.platform, scan)
+    nodes[loop].inner = arrays_of(body, pairs, nodes.device, scan)
     for buffer, node in zip(step.results, owned, strict=True):
         nodes.buffer(Form.RENAME, (node, loop), buffer, Tenant.LOOP, operator)
 
@@ -121,7 +122,7 @@ def _branches(nodes: ArrayList, step: Run) -> None:
     branches = []
     for body in step.bodies:
         branches.append(nodes.add(Form.LOOP, (*inputs, *owned), 0, Tenant.LOOP, -1, operator))
-        nodes[branches[-1]].inner = arrays_of(body, (), nodes.platform)
+        nodes[branches[-1]].inner = arrays_of(body, (), nodes.device)
     for buffer, node in zip(step.results, owned, strict=True):
         nodes.buffer(Form.RENAME, (node, *branches), buffer, nodes.tenant_of(operator), operator)
 

@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.cluster import Platform
-from autopar.cost_model.arrays import arrays_of
 from autopar.cost_model.library import library_kernels
 from autopar.cost_model.nodes import Arrays
 from autopar.cost_model.places import Place, places_of
 from autopar.cost_model.reshard import COMBINED_RESULT_BYTES
-from autopar.schedule.spmd import Buffer, SpmdProgram
+from autopar.schedule.spmd import Buffer
 
 MOST_COMBINED = 256
 """So many collectives become one at most; XLA:CPU has no bound in bytes."""
@@ -163,16 +162,11 @@ def _sorted(inputs: Sequence[Iterable[int]], rank: Sequence[int]) -> list[int]:
     return order
 
 
-def led_by(
-    program: SpmdProgram, platform: str, arrays: Arrays | None = None
-) -> Mapping[tuple[Buffer, int], tuple[Buffer, int]]:
-    """For each move (target of its reshard, number in it) that is combined with others, the first move of that set.
-
-    ``arrays`` are those of the program, if they are known already.
-    """
+def led_by(arrays: Arrays, platform: Platform) -> Mapping[tuple[Buffer, int], tuple[Buffer, int]]:
+    """For each move (target of its reshard, number in it) that is combined with others, the first move of that set."""
     found: dict[tuple[Buffer, int], tuple[Buffer, int]] = {}
-    most_bytes = COMBINED_RESULT_BYTES.get(Platform(platform), math.inf)
-    for level in levels(arrays or arrays_of(program, (), platform)):
+    most_bytes = COMBINED_RESULT_BYTES.get(platform, math.inf)
+    for level in levels(arrays):
         group_of = {node: number for number, group in enumerate(combined(level, most_bytes)) for node in group}
         first: dict[int, tuple[Buffer, int]] = {}
         for move, node in level.moves.items():
@@ -181,13 +175,10 @@ def led_by(
     return found
 
 
-def sent_before(program: SpmdProgram, platform: str, arrays: Arrays | None = None) -> frozenset[tuple[Buffer, int]]:
-    """The moves (target of their reshard, number in it) that a compiler leaves out, having made an equal one before.
-
-    ``arrays`` are those of the program, if they are known already.
-    """
+def sent_before(arrays: Arrays) -> frozenset[tuple[Buffer, int]]:
+    """The moves (target of their reshard, number in it) that a compiler leaves out, having made an equal one before."""
     found: set[tuple[Buffer, int]] = set()
-    for level in levels(arrays or arrays_of(program, (), platform)):
+    for level in levels(arrays):
         made: set[int] = set()
         for move, node in level.moves.items():
             if node in made:

@@ -15,8 +15,9 @@ from functools import partial
 from typing import Any
 
 from autopar import _compat
-from autopar.cost_model.array_list import LIBRARY_TYPES, NARROW, ArrayList
+from autopar.cost_model.array_list import LIBRARY_TYPES, ArrayList
 from autopar.cost_model.expansions import random_bits, scattered_to_greatest, threefry
+from autopar.cost_model.made_again import is_made_again
 from autopar.cost_model.nodes import Form, Node
 from autopar.cost_model.operand_orders import (
     is_made_anew,
@@ -164,7 +165,7 @@ class ComputedArrays:
         node.elementwise = elementwise
         if multiplies:
             node.form = Form.CHEAP
-        if elementwise and form is Form.COSTLY and not self._nodes.on_cpu and self._is_computed_again(node):
+        if elementwise and form is Form.COSTLY and not self._nodes.on_cpu and self._is_computed_again(node, operator):
             node.form = Form.CHEAP
         self._draw(node, operator, step.results[0])
         given = [self._nodes[i] for i in set(inputs)]
@@ -178,12 +179,13 @@ class ComputedArrays:
         types = {self._nodes.dtype_of(value) for value in (*operator.operands, *operator.results) if value is not None}
         node.in_library = operator.primitive in LIBRARY_WORK and types <= LIBRARY_TYPES
 
-    def _is_computed_again(self, node: Node) -> bool:
-        """XLA:GPU weighs arithmetic against memory: it reads narrower floats again, and once more the one array that it was
-        made of besides arguments of the program (a product and its bias), but for narrow floats, which it widens first.
+    def _is_computed_again(self, node: Node, operator: Operator) -> bool:
+        """XLA:GPU weighs arithmetic against memory: it reads narrower floats again, and, where the device's arithmetic is cheaper
+        than its memory, once more the one array that it was made of besides arguments of the program (a product and its bias).
         """
         if node.size_bytes == node.source_bytes > 0 and len(node.inputs) == 1:
-            return len(node.origins) == 1 and node.dtype not in NARROW
+            itemsize_bytes = self._nodes.program.values[node.value].itemsize_bytes
+            return len(node.origins) == 1 and is_made_again(operator.primitive, itemsize_bytes, self._nodes.device)
         return node.size_bytes > node.source_bytes > 0
 
     def _draw(self, node: Node, operator: Operator, result: Buffer) -> None:

@@ -36,6 +36,7 @@ from autopar.cost_model.kernel_order import order_of, precedence
 from autopar.cost_model.nodes import Arrays, Form, Node, Tenant
 from autopar.cost_model.rooms import Room, Tenancy, without_lodgers
 from autopar.cost_model.tenants import largest_tenants
+from autopar.devices import DeviceKind
 from autopar.graph.fusion import Fusion
 from autopar.plan import Memory
 from autopar.schedule.spmd import SpmdProgram
@@ -73,20 +74,20 @@ def predict_memory(
     fusion: Fusion,
     state_pairs: tuple[tuple[int, int], ...],
     donated: frozenset[int],
-    platform: str,
+    device: DeviceKind,
     names: Mapping[int, str] = NO_NAMES,
 ) -> Memory:
     """Bytes of a step on one device, in the words of ``compiled.memory_analysis()``.
 
     ``state_pairs`` are (input, output) positions of one and the same array before and after the step, ``donated`` the
-    positions of the inputs that the step may overwrite, ``platform`` is ``"cpu"``, ``"cuda"`` or ``"tpu"``, ``names`` are
+    positions of the inputs that the step may overwrite, ``device`` is of the kind that runs it, ``names`` are
     paths of the graph's inputs by value.  Argument,
     output and alias bytes are exact, scratch bytes a prediction (see the module docstring).  ``by_kind`` divides the
     scratch bytes at their peak; arrays that the whole program keeps in registers (``fusion``) and that only this plan
     or this compiler keeps in memory are called copies there.
     """
     pairs = tuple(pair for pair in state_pairs if pair[0] in donated)
-    arrays = arrays_of(program, pairs, platform)
+    arrays, platform = arrays_of(program, pairs, device), device.platform.value
     return memory_of(arrays, program, fusion=fusion, state_pairs=state_pairs, platform=platform, names=names)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from autopar.cluster import Platform
 from autopar.cost_model.array_list import NARROW, ArrayList
 from autopar.cost_model.nodes import Form, Tenant
 from autopar.cost_model.reshard import COLLECTIVE_OF_MOVE, merging
@@ -27,7 +26,7 @@ class MovedArrays:
     """Adds the nodes of changes of layout to a list."""
 
     def __init__(self, nodes: ArrayList) -> None:
-        self._nodes, self._platform = nodes, Platform(nodes.platform)
+        self._nodes, self._platform = nodes, nodes.device.platform
         # XLA:CPU asks only what kind they are.
         self._merged = {} if nodes.on_cpu else merged_values(nodes.program.graph)
         self._turned: dict[int, int] = {}  # a collective's result in another order of dimensions: the collective

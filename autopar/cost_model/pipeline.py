@@ -134,7 +134,7 @@ def executable_cost(one: Executable, fusion: Fusion, cluster: Cluster) -> Execut
     """The price of one executable."""
     program = _as_program(one)
     platform = cluster.device.platform.value
-    arrays = arrays_of(program, one.donations, platform)
+    arrays = arrays_of(program, one.donations, cluster.device)
     elsewhere = replace(program, hosted=one.hosted)
     price = priced(elsewhere, fusion, cluster, arrays)
     temp_bytes = timeline(arrays, platform).temp_bytes + _bytes_on_device(elsewhere, platform)

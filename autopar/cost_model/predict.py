@@ -83,7 +83,7 @@ class Priced:
 
 def priced(program: SpmdProgram, fusion: Fusion, cluster: Cluster, arrays: Arrays | None = None) -> Priced:
     """The price of a program; ``arrays`` are its own, if they are known already."""
-    arrays = arrays or arrays_of(program, (), cluster.device.platform.value)
+    arrays = arrays or arrays_of(program, (), cluster.device)
     runs = run_costs(program, fusion, cluster, arrays)
     sent = _sent(program, cluster, runs, arrays)
     moved = {move: use for move, use in sent if move is not None}
@@ -138,7 +138,7 @@ def _reordered_seconds(program: SpmdProgram, cluster: Cluster, arrays: Arrays | 
     """What each product waits for operands that are copied into the order in which it reads them, as far as that was measured."""
     if cluster.profile is None or (rate := cluster.profile.turned_bytes_per_second) is None:
         return {}
-    arrays = arrays or arrays_of(program, (), cluster.device.platform.value)
+    arrays = arrays or arrays_of(program, (), cluster.device)
     return {
         product: 2 * size_bytes / rate for level in levels(arrays) for product, size_bytes in level.reordered.items()
     }
@@ -151,7 +151,7 @@ def collectives_of(
 
     ``runs`` are what :func:`run_costs` says of the program: collectives wait for devices that work.
     """
-    arrays = arrays or arrays_of(program, (), cluster.device.platform.value)
+    arrays = arrays or arrays_of(program, (), cluster.device)
     return [use for _, use in _sent(program, cluster, runs, arrays)]
 
 
@@ -163,10 +163,10 @@ def _sent(
     mesh = program.mesh
     waits = _Waits(mesh, cluster, runs)
     platform = cluster.device.platform
-    leader = led_by(program, platform.value, arrays)
+    leader = led_by(arrays, platform)
     # A combined collective starts when its last operand is there.
     last = {first: move for move, first in leader.items()}
-    repeated = sent_before(program, platform.value, arrays)
+    repeated = sent_before(arrays)
     for step, trips in program.all_steps():
         if isinstance(step, Run):
             waits.work(step, trips)

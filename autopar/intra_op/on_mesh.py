@@ -170,14 +170,14 @@ class OnMesh:
         if choices is not self.choices:
             stage = stage_of(graph, problem, self.quotient, choices, solution.options)
         program = lower(graph, stage, output_layouts(graph, stage, task.state_pairs), task.hosted_ends)
-        platform = task.cluster.device.platform.value
-        arrays = arrays_of(program, tuple(pair for pair in task.state_pairs if pair[0] in task.donated), platform)
+        device = task.cluster.device
+        arrays = arrays_of(program, tuple(pair for pair in task.state_pairs if pair[0] in task.donated), device)
         memory = memory_of(
             arrays,
             program,
             fusion=problem.fusion,
             state_pairs=task.state_pairs,
-            platform=platform,
+            platform=device.platform.value,
             names=task.names or {},
         )
         return LaidOut(solution, stage, program, arrays, memory, choices)

@@ -257,7 +257,7 @@ def _prices(program: SpmdProgram, question: Question) -> defaultdict[tuple[str, 
 
 
 def _priced(program: SpmdProgram, question: Question) -> Iterator[tuple[tuple[str, Axes, str], float]]:
-    arrays = arrays_of(program, (), question.cluster.device.platform.value)
+    arrays = arrays_of(program, (), question.cluster.device)
     runs = run_costs(program, question.found.problem.fusion, question.cluster, arrays)
     for run in runs:
         yield (run.operator.primitive, (), run.operator.phase.value), run.seconds
