@@ -349,9 +349,9 @@ class Cluster:
 
         ``profile`` is one, or its file, or ``"auto"``: the one that ``autopar profile`` left for these devices, if any (in a
         program of several processes none, for all must plan alike); None keeps the plain figures.
-        See :func:`autopar.cluster_presets.local_cluster` for what is found out, what is assumed, and the errors.
+        See :func:`autopar.cluster_here.local_cluster` for what is found out, what is assumed, and the errors.
         """
-        from autopar.cluster_presets import local_cluster
+        from autopar.cluster_here import local_cluster
 
         return local_cluster(devices, profile)
 
@@ -375,7 +375,7 @@ class Cluster:
 
         Raises ``ClusterError`` if there is no such cluster, or it is smaller.
         """
-        from autopar.cluster_presets import ray_cluster
+        from autopar.cluster_here import ray_cluster
         from autopar.ray_hosts import connect
 
         for name, count in (("hosts", hosts), ("devices_per_host", devices_per_host)):
@@ -392,7 +392,7 @@ class Cluster:
         """
         import jax
 
-        from autopar.cluster_presets import local_cluster
+        from autopar.cluster_here import local_cluster
 
         if not jax.distributed.is_initialized():
             jax.distributed.initialize(**options)

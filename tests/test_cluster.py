@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar import cluster_presets
+from autopar import cluster_here
 from autopar.cluster import Cluster, DeviceKind, Link, Mesh, Platform
-from autopar.cluster_presets import PRESETS, machine_memory_bytes
+from autopar.cluster_here import machine_memory_bytes
+from autopar.cluster_presets import PRESETS
 from autopar.cores import usable_cores
 from autopar.errors import ClusterError
 from autopar.ray_hosts import RayHosts, RayNode
@@ -141,10 +142,10 @@ def test_two_kinds_of_devices(tmp_path: Path) -> None:
 
 def test_nodes_of_a_ray_cluster_with_gpus_of_two_kinds() -> None:
     nodes = tuple(RayNode(str(k), f"10.0.0.{k}", 96.0, 8, name) for k, name in enumerate(("A100", "V100", "A100")))
-    cluster = cluster_presets.ray_cluster(RayHosts("10.0.0.1:6379", nodes, 8))
+    cluster = cluster_here.ray_cluster(RayHosts("10.0.0.1:6379", nodes, 8))
     assert [cluster.kind_of(host).name.split("-")[0] for host in range(3)] == ["A100", "V100", "A100"]
     assert cluster.network_link.shared_by == 8 and cluster.local_link == Cluster.preset("p3dn.24xlarge").local_link
-    alike = cluster_presets.ray_cluster(RayHosts("10.0.0.1:6379", nodes[::2], 8))
+    alike = cluster_here.ray_cluster(RayHosts("10.0.0.1:6379", nodes[::2], 8))
     assert cluster.runs_on is not None
     assert cluster.runs_on.numbers_of(RayHosts("10.0.0.1:6379", nodes[1:], 8)) == (1, 2)
     assert not alike.host_devices and alike.device == cluster.kind_of(0)
@@ -361,7 +362,7 @@ def test_local_cpu_shares_the_machine() -> None:
     assert cluster.device.platform is Platform.CPU
     assert cluster.device.memory_bytes == machine_memory_bytes()
     assert cluster.per_device_memory_bytes == machine_memory_bytes() // devices
-    rate = cluster_presets.CPU_FLOPS_PER_SECOND_PER_CORE["float32"] * usable_cores()
+    rate = cluster_here.CPU_FLOPS_PER_SECOND_PER_CORE["float32"] * usable_cores()
     assert cluster.per_device_flops_per_second("float32") == pytest.approx(rate / devices)
     assert Cluster.local(jax.devices()[:1]).compute_shared_by == 1
 
