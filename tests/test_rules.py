@@ -22,7 +22,8 @@ from jax.extend import core as jex
 from autopar import _compat
 from autopar.graph import rules as rules_module
 from autopar.graph.ir import Factor, FactorKind, Rule
-from autopar.graph.rules import KINDS, TABLE, Rulebook, rules_for
+from autopar.graph.rule_tables import KINDS, TABLE
+from autopar.graph.rules import Rulebook, rules_for
 from autopar.graph.shardy import ask
 from tests.rule_cases import CASES, KEY, Case, X, integers, matrices, normal, shaped
 
