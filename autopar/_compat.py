@@ -109,11 +109,6 @@ def renamed_effects(effects: Any, names: Mapping[Any, Any]) -> Any:
     }
 
 
-def close_jaxpr(jaxpr: Any) -> Any:
-    """The closed form of a jaxpr without constants."""
-    return jaxpr if _ONE_CLASS or isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, [])
-
-
 def eliminate_dead_code(jaxpr: Any, keep_inputs: Sequence[bool]) -> tuple[Any, list[bool]]:
     """``jaxpr`` (open, no constants) without equations that reach no output and have no effect, at any depth.
 

@@ -19,8 +19,6 @@ _Made = TypeVar("_Made")
 
 _ACCELERATOR = "accelerator_type:"
 
-AUTH_MODE = "RAY_AUTH_MODE"
-
 _ASKING_SECONDS = 1.0
 """So often Ray is asked for hosts that are missing."""
 

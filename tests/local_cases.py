@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 from autopar.cluster import Mesh
 from autopar.graph.ir import Factor, FactorKind, Operator, Phase, Rule, Source
 from autopar.plan import Axes
-from autopar.runtime.collectives import to_shard
 from autopar.schedule.local_ops import check_local, run_local
 from autopar.schedule.local_params import site_of
+from tests.shards import to_shard
 
 SUM, MAX, MIN = FactorKind.SUM, FactorKind.MAX, FactorKind.MIN
 LOOKUP, SCATTER, BLOCKED = FactorKind.LOOKUP, FactorKind.SCATTER, FactorKind.BLOCKED

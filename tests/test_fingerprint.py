@@ -18,7 +18,7 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 
-from autopar.graph.fingerprint import fingerprint, leaf_signature
+from autopar.graph.fingerprint import fingerprint
 from autopar.graph.tracing import trace
 
 X = np.ones((8, 4), np.float32)
@@ -118,7 +118,7 @@ def test_large_closed_over_arrays_count_by_shape_small_ones_by_value():
     assert closing(np.float32(1)) != closing(np.float32(2))
 
 
-def test_rebuilt_train_state_has_the_same_signature():
+def test_rebuilt_train_state_is_the_same():
     def build():
         tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
         return TrainState.create(apply_fn=lambda p, x: x @ p["w"], params={"w": np.ones((4, 5), np.float32)}, tx=tx)
@@ -130,9 +130,8 @@ def test_rebuilt_train_state_has_the_same_signature():
     first, second = trace(step, (build(), X)), trace(step, (build(), X))
     assert first.in_tree != second.in_tree
     assert fingerprint(first) == fingerprint(second)
-    assert leaf_signature(first) == leaf_signature(second)
-    assert ("state.params['w']", (4, 5), "float32") in leaf_signature(first)
-    assert ("x", (8, 4), "float32") in leaf_signature(first)
+    assert (first.in_paths, first.in_avals) == (second.in_paths, second.in_avals)
+    assert {"state.params['w']", "x"} <= set(first.in_paths)
 
 
 def test_stable_across_processes():

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.cluster import Mesh
 from autopar.plan import Layout, SumScatter
-from autopar.runtime.collectives import apply_moves, to_shard
+from autopar.runtime.collectives import apply_moves
 from autopar.runtime.executor import device_mesh, partition_spec
 from autopar.schedule.reshard import (
     PER_ARC_WEIGHT,
@@ -29,6 +29,7 @@ from autopar.schedule.reshard import (
     scattered,
     shares,
 )
+from tests.shards import to_shard
 
 NAMES = ("data", "model", "extra")
 SIZES = ((2,), (8,), (2, 2), (2, 4), (4, 2), (2, 2, 2), (3, 2), (1, 8), (6,))

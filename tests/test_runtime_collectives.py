@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 from autopar.cluster import Mesh
 from autopar.errors import PlanError
 from autopar.plan import Axes, Layout
-from autopar.runtime.collectives import apply_moves, is_first, to_shard
+from autopar.runtime.collectives import apply_moves, is_first
 from autopar.schedule.reshard import SCATTERS, Move, MoveKind, moves_between
+from tests.shards import to_shard
 
 MESHES = [Mesh(("a", "b"), (2, 4)), Mesh(("a",), (8,)), Mesh(("a", "b", "c"), (2, 2, 2))]
 SHAPE = (16, 8)

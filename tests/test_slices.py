@@ -11,7 +11,7 @@ from autopar.cluster import Cluster
 from autopar.graph.ir import Graph
 from autopar.inter_op.arranged import Arrangement, StageDemands
 from autopar.inter_op.looped import constants_of
-from autopar.inter_op.stages import StagePlanner, even_devices
+from autopar.inter_op.stages import StagePlanner
 from autopar.intra_op.restrict import Restriction
 from autopar.methods import mesh_of
 from autopar.plan import Layout, Schedule
@@ -20,7 +20,7 @@ from autopar.schedule.pipeline import lower_stage
 from autopar.schedule.slices import MADE_AGAIN_BYTES, Executable, Scope, Slices
 from autopar.schedule.spmd import Buffer, Reshard, Step
 from autopar.schedule.stage_program import StageProgram
-from tests.toy_pipelines import even_cuts, toy_step
+from tests.toy_pipelines import even_cuts, even_devices, toy_step
 from tests.toy_runs import eight_slow_devices
 
 

@@ -18,7 +18,7 @@ from autopar.inter_op.arranged import Arrangement, PipelineFound, PipelineTask
 from autopar.inter_op.examples import examples_of
 from autopar.inter_op.looped import Looped, as_one_trip, looped
 from autopar.inter_op.placing import forward_operators
-from autopar.inter_op.stages import StagePlanner, even_devices
+from autopar.inter_op.stages import StagePlanner
 from autopar.plan import Schedule
 from benchmarks.models import Model, build
 from tests.toy_runs import eight_slow_devices
@@ -64,6 +64,12 @@ def even_cuts(step: Step, num_stages: int) -> tuple[int, ...]:
     """Stages of as many forward operators."""
     number = len(forward_operators(step.loop))
     return tuple(number * stage // num_stages for stage in range(1, num_stages))
+
+
+def even_devices(cluster: Cluster, num_stages: int) -> tuple[tuple[int, ...], ...]:
+    """The devices of a cluster in as many runs of one length."""
+    each = cluster.num_devices // num_stages
+    return tuple(tuple(range(stage * each, (stage + 1) * each)) for stage in range(num_stages))
 
 
 def two_stages(step: Step, schedule: Schedule = Schedule.ONE_F_ONE_B, cluster: Cluster | None = None) -> PipelineFound:

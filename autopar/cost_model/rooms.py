@@ -20,7 +20,6 @@ import numpy as np
 NEGLIGIBLE_SHARE = 1e-3
 """Arrays below this share of the biggest enter no room: they are many, and it changes nothing."""
 
-_FOREVER = np.iinfo(np.int64).max
 _NOBODY = -1
 
 

@@ -68,14 +68,6 @@ def work(equation: Any) -> str:
     return f"{equation.primitive.name} {_encode_params(equation)} {literals} > {results}"
 
 
-def leaf_signature(program: TracedProgram) -> tuple[tuple[str, tuple[int, ...], str], ...]:
-    """(path, shape, dtype) of every input, hidden ones last: what a plan is keyed by, never equality of trees."""
-    return tuple(
-        (path, tuple(aval.shape), _compat.dtype_name(aval.dtype))
-        for path, aval in zip(program.in_paths, program.in_avals, strict=True)
-    )
-
-
 # ----------------------------------------------------------------------------------------------- canonical text
 
 

@@ -13,10 +13,9 @@ residuals may lie in the memory of the hosts, the other way to keep it is to hav
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
-from autopar.cluster import Cluster
 from autopar.cost_model.forecast import Rehearsal, forecast, lean_count, rehearsed_counts
 from autopar.cost_model.hosted import beside_others
 from autopar.cost_model.pipeline import StageCost, host_bytes, row_bytes, simulate_pipeline, stage_cost, transfers_of
@@ -25,6 +24,7 @@ from autopar.graph.build import build_graph_by
 from autopar.graph.fingerprint import structure
 from autopar.graph.ir import Graph
 from autopar.graph.rules import Rulebook
+from autopar.inter_op.agreed_meshes import agreeing, on_common_meshes, priced_seconds
 from autopar.inter_op.arranged import Arrangement, PipelineFound, PipelineTask
 from autopar.inter_op.cut import cut
 from autopar.inter_op.hosting import TIMES, HostedByStage, Hosting, are_too_few, by_stage, candidates, cheapest_for
@@ -248,14 +248,14 @@ class StagePlanner:
                 )
                 continue
             owners = {stage: self._stage(made.stages[stage], arrangement, stage) for stage in stages}
-            together = _together(owners, prices)
+            together = agreeing(owners, prices)
             if not together:
                 raise PlanError(
                     f"stages {' and '.join(str(stage + 1) for stage in stages)} are to share the devices "
                     f"{arrangement.devices[stages[0]]}, and what is demanded leaves them no common mesh; ask for fewer "
                     "stages on a mesh, or leave the demand out"
                 )
-            best = min(together, key=_priced_seconds)
+            best = min(together, key=priced_seconds)
             found.update(best)
         return [found[stage] for stage in range(len(made.stages))]
 
@@ -323,7 +323,7 @@ class StagePlanner:
                 stage: self._stage(made.stages[stage], arrangement, stage).others_of(found.found[stage])
                 for stage in stages
             }
-            for together in _on_common_meshes(others):
+            for together in on_common_meshes(others):
                 tried = self._simulated(
                     arrangement, made, [together.get(number, one) for number, one in enumerate(found.found)]
                 )
@@ -473,49 +473,6 @@ class StagePlanner:
         )
 
 
-def _together(owners: Mapping[int, Prices], prices: Sequence[float]) -> list[dict[int, PricedStage]]:
-    """Answers of stages that are to agree on a mesh, for every mesh that may be the best for all of them.
-
-    Where meshes take long to solve, these are the meshes that are best for one of the stages, if there is one for all.
-    """
-    if all(one.is_quick for one in owners.values()):
-        return _on_common_meshes({stage: one.by_mesh(prices[stage]) for stage, one in owners.items()})
-    best = {stage: one.cheapest(prices[stage]) for stage, one in owners.items()}
-    found = []
-    for mesh in dict.fromkeys(one.stage.mesh for one in best.values()):
-        answers = {
-            stage: best[stage] if best[stage].stage.mesh == mesh else one.on(mesh, prices[stage])
-            for stage, one in owners.items()
-        }
-        known = {stage: one for stage, one in answers.items() if one is not None}
-        if len(known) == len(answers):
-            found.append(known)
-    return found or _on_common_meshes({stage: one.by_mesh(prices[stage]) for stage, one in owners.items()})
-
-
-def _on_common_meshes(answers: Mapping[int, Sequence[PricedStage]]) -> list[dict[int, PricedStage]]:
-    """The answers of all stages on each mesh for which every stage has one."""
-    by_mesh = [{one.stage.mesh: one for one in own} for own in answers.values()]
-    common = [mesh for mesh in by_mesh[0] if all(mesh in own for own in by_mesh)]
-    return [{stage: own[mesh] for stage, own in zip(answers, by_mesh, strict=True)} for mesh in common]
-
-
-def _priced_seconds(together: Mapping[int, PricedStage]) -> float:
-    return sum(stage.priced_seconds for stage in together.values())
-
-
 def leaves_of(program: StageProgram, graph: Graph) -> dict[int, int]:
     """Positions in the step of the leaves that a stage reads, those it receives from another stage included, by value."""
     return {value: end.position for value, end in zip(graph.inputs, program.inputs, strict=True) if end.position >= 0}
-
-
-def even_devices(cluster: Cluster, num_stages: int) -> tuple[tuple[int, ...], ...]:
-    """The devices of a cluster in as many runs of one length."""
-    each = cluster.num_devices // num_stages
-    return tuple(tuple(range(stage * each, (stage + 1) * each)) for stage in range(num_stages))
-
-
-def bytes_between_stages(found: PipelineFound) -> int:
-    """Bytes of all whole arrays that cross between stages in one step."""
-    stages = range(len(found.arrangement.devices))
-    return sum(bytes_between_meshes(found.cut.crossings, stages, found.count).values())

@@ -17,7 +17,7 @@ from jax import numpy as jnp
 
 from autopar.cluster import Mesh
 from autopar.errors import PlanError
-from autopar.plan import Axes, Layout
+from autopar.plan import Axes
 from autopar.schedule.reshard import SCATTERS, Move, MoveKind
 
 _OF_SUMMANDS = frozenset((MoveKind.ALL_REDUCE, MoveKind.MASK)) | SCATTERS
@@ -38,17 +38,6 @@ def apply_moves(x: jax.Array, moves: tuple[Move, ...], mesh: Mesh) -> jax.Array:
     for move in moves:
         x = _apply(x, move, mesh)
     return x
-
-
-def to_shard(x_full: jax.Array, layout: Layout, mesh: Mesh) -> jax.Array:
-    """The local shard of ``x_full``, a copy of which is on every device; of summands, the first device has all.
-
-    Raises :class:`PlanError` if a dimension cannot be cut evenly, or if Booleans or keys should be partial.
-    """
-    moves = tuple(Move(MoveKind.SLICE, axes, dim) for dim, axes in enumerate(layout.dims) if axes)
-    if layout.partial:
-        moves = (*moves, Move(MoveKind.MASK, layout.partial))
-    return apply_moves(x_full, moves, mesh)
 
 
 def is_first(axes: Axes) -> jax.Array:
