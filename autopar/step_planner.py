@@ -61,7 +61,7 @@ from autopar.remat_relief import Planned
 from autopar.schedule.spmd import output_layouts
 from autopar.share_search import shares_below
 from autopar.subjects import Demands, Rewritings, Subjected
-from autopar.user_shardings import check_undivided, with_wishes
+from autopar.user_shardings import UserDemands, check_undivided, with_wishes
 
 
 class StepPlanner:
@@ -264,41 +264,24 @@ class StepPlanner:
         return Rescaling(task, self._forms.ground(one, task.separate), loop, found).bound_seconds(count, enough)
 
     def _task(self, subject: Subjected) -> Task:
+        """What is asked of a planner on one mesh: the meshes, what may be chosen on each, and within which memory."""
         cluster, demands = self.cluster, self.demands
         method = method_of(demands.method)
-        meshes = meshes_asked(method, demands.mesh_shape, cluster)
         user = demands_of_user(subject, cluster, demands)
-        meshes = meshes_of_user(meshes, user, method)
-        whole = subject.undivided
-        user_of_whole = None if whole is None else demands_of_user(whole, cluster, demands)
-        state = subject.roles.leaves(Role.STATE)
-        examples_dim = 0 if subject.num_microbatches == 1 else 1
-        rows = subject.roles.leaves(Role.BATCH)
-        view = Subject(subject.graph, state, rows, examples_dim, state_pairs=subject.roles.state_pairs)
+        meshes = meshes_of_user(meshes_asked(method, demands.mesh_shape, cluster), user, method)
         check_patterns(demands.constraints, subject.program.in_paths)
-        constraints = without_axes_of_one(demands)
-        folded = frozenset(subject.graph.inputs[position] for position in subject.folded)
-        named = Leaves(subject.graph, subject.names, folded)
+        examples_dim = 0 if subject.num_microbatches == 1 else 1
+        state, rows = subject.roles.leaves(Role.STATE), subject.roles.leaves(Role.BATCH)
+        view = Subject(subject.graph, state, rows, examples_dim, state_pairs=subject.roles.state_pairs)
         is_asked = bool(demands.constraints) or user.meshes is not None or demands.like is not None
-        there = None if demands.like is None else as_there(demands.like, subject.program)
-        positions = {value: position for position, value in enumerate(subject.graph.inputs)}
-
-        def restriction(mesh: Mesh) -> Restriction:
-            if whole is not None and user_of_whole is not None:
-                check_undivided(user_of_whole, whole.graph, mesh)
-            allowed = with_constraints(method.restriction(view, mesh), named, constraints, mesh)
-            if there is not None:
-                allowed = there.kept(allowed, subject.graph, positions, mesh)
-            return with_wishes(allowed, user, subject.graph, mesh)
-
         return Task(
             graph=subject.graph,
             state_pairs=subject.roles.state_pairs,
             donated=subject.donated if demands.donate_state else frozenset(),
             cluster=cluster,
-            meshes=meshes_with_names(meshes, constraints),
+            meshes=meshes_with_names(meshes, without_axes_of_one(demands)),
             budget_bytes=float(demands.memory_per_device or cluster.per_device_memory_bytes),
-            restriction=restriction,
+            restriction=self._restriction(subject, view, user),
             batch=view.batch if isinstance(method, IntraOp) and not is_asked else (),
             examples_dim=examples_dim,
             solver_seconds=demands.solver_seconds,
@@ -307,6 +290,30 @@ class StepPlanner:
             separate=frozenset(wish.value for wish in user.wishes if wish.origin is Origin.CODE),
             hosted=subject.hosted,
         )
+
+    def _restriction(self, subject: Subjected, view: Subject, user: UserDemands) -> Callable[[Mesh], Restriction]:
+        """What a mesh leaves to choose: by the method, then constraints, then the plan of another step, then the user's code.
+
+        What the code says of the whole batch has to hold of it too where it is cut into microbatches.
+        """
+        cluster, demands, graph = self.cluster, self.demands, subject.graph
+        method, constraints = method_of(demands.method), without_axes_of_one(demands)
+        folded = frozenset(graph.inputs[position] for position in subject.folded)
+        named = Leaves(graph, subject.names, folded)
+        positions = {value: position for position, value in enumerate(graph.inputs)}
+        there = None if demands.like is None else as_there(demands.like, subject.program)
+        whole = subject.undivided
+        user_of_whole = None if whole is None else demands_of_user(whole, cluster, demands)
+
+        def restriction(mesh: Mesh) -> Restriction:
+            if whole is not None and user_of_whole is not None:
+                check_undivided(user_of_whole, whole.graph, mesh)
+            allowed = with_constraints(method.restriction(view, mesh), named, constraints, mesh)
+            if there is not None:
+                allowed = there.kept(allowed, graph, positions, mesh)
+            return with_wishes(allowed, user, graph, mesh)
+
+        return restriction
 
 
 def _needs_all(subject: Subjected, cluster: Cluster, plan: Plan, count: int) -> bool:
