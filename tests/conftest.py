@@ -23,8 +23,9 @@ _FLAGS = {
 }
 # Half of the rest goes to MLIR, which writes each fused loop, and to 32 pieces of machine code that are compiled apart.
 # Without it the arithmetic is the same, but single operators are not wrapped as fusions: see `users_fusions`.  A jaxlib
-# ends the process where it does not know a flag, and later ones have no other way of writing loops.
-IS_QUICK = os.environ.get("AUTOPAR_VERIFY") != "1" and version("jaxlib").startswith("0.10.")
+# ends the process where it does not know a flag, and later ones have no other way of writing loops: with them all is
+# compiled as a user's programs are.
+IS_QUICK = version("jaxlib").startswith("0.10.")
 _FUSION_EMITTERS = "xla_cpu_use_fusion_emitters"
 if IS_QUICK:
     _FLAGS |= {f"--{_FUSION_EMITTERS}": "false", "--xla_cpu_parallel_codegen_split_count": "1"}
