@@ -23,7 +23,8 @@ from autopar.errors import ClusterError
 EXTRA = "gpu-compiler"
 INSTALLATION = f'pip install "autopar[{EXTRA}]"'
 
-_WITHOUT_DEVICE: Mapping[str, Any] = MappingProxyType({"xla_gpu_autotune_level": 0})
+WITHOUT_DEVICE: Mapping[str, Any] = MappingProxyType({"xla_gpu_autotune_level": 0})
+"""XLA's options where there is no device to measure kernels on."""
 
 
 class Compiler(Enum):
@@ -52,6 +53,11 @@ class Target:
     options: Mapping[str, Any] | None = None
 
 
+def description_of(compiler: Compiler) -> str:
+    """The text of the ``GpuTargetConfigProto`` that describes the device to its compiler."""
+    return files("autopar").joinpath("gpu_targets", f"{compiler.value}.txtpb").read_text(encoding="utf-8")
+
+
 def target_of(compiler: Compiler, cluster: Cluster) -> Target:
     """The devices of ``cluster`` as ``compiler`` sees them.
 
@@ -65,13 +71,12 @@ def target_of(compiler: Compiler, cluster: Cluster) -> Target:
         )
     if not _compat.has_gpu_compiler():
         raise ClusterError(f"XLA's compiler for GPUs is not installed: {INSTALLATION} (no GPU and no CUDA are needed)")
-    description = files("autopar").joinpath("gpu_targets", f"{compiler.value}.txtpb").read_text(encoding="utf-8")
     topology = f"1x{cluster.hosts}x{cluster.devices_per_host}"
     try:
-        devices = _compat.gpu_topology(description, topology)
+        devices = _compat.gpu_topology(description_of(compiler), topology)
     except RuntimeError as error:
         raise ClusterError(
             f"XLA's compiler for GPUs does not start for {topology} devices ({error}). Without a GPU in this machine, set "
             f"JAX_PLATFORMS=cpu before JAX starts; its wheels must be of jaxlib's version: {INSTALLATION}"
         ) from error
-    return Target(devices, _WITHOUT_DEVICE)
+    return Target(devices, WITHOUT_DEVICE)

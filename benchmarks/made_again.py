@@ -16,7 +16,6 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from functools import cache, partial
-from importlib.resources import files
 from types import MappingProxyType
 
 import jax
@@ -26,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar import _compat
-from autopar.compilers import INSTALLATION, Compiler
+from autopar.compilers import INSTALLATION, WITHOUT_DEVICE, Compiler, description_of
 
 ROWS, NARROW, WIDE = 8192, 1024, 4096
 RANGE, CLOSE = 16.0, 1.03
@@ -54,12 +53,12 @@ def scratch_bytes(description: str, activation: Activation, dtype: str) -> int:
         for shape in ((ROWS, NARROW), (NARROW, WIDE), (WIDE,), (WIDE, NARROW))
     )
     lowered = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(tuple(weights), x)
-    return int(lowered.compile({"xla_gpu_autotune_level": 0}).memory_analysis().temp_size_in_bytes)
+    return int(lowered.compile(dict(WITHOUT_DEVICE)).memory_analysis().temp_size_in_bytes)
 
 
 def kept_from(compiler: Compiler, activation: Activation, dtype: str) -> tuple[float, float | None]:
     """The device's bandwidth, and the one from which on more than with the least is kept (None: with none), in bytes a second."""
-    text = files("autopar").joinpath("gpu_targets", f"{compiler.value}.txtpb").read_text(encoding="utf-8")
+    text = description_of(compiler)
     found = _BANDWIDTH.search(text)
     assert found is not None
     own = float(found[1])

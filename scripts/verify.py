@@ -105,7 +105,7 @@ def main(arguments: Sequence[str]) -> int:
             assert process.stdout is not None
             for line in process.stdout:
                 say(line)
-        is_good = process.returncode == 0 or (passed and process.returncode == NOTHING_LEFT)
+        is_good = process.returncode == 0 or (bool(passed) and process.returncode == NOTHING_LEFT)
         outcome = PASSED if is_good else f"result:  FAILED (exit status {process.returncode})"
         say(f"\nseconds: {time.monotonic() - started:.1f}\n{outcome}\n")
     return 0 if is_good else process.returncode

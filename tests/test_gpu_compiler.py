@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import re
 import statistics
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +23,7 @@ from autopar.cluster import Cluster
 from autopar.compilers import Compiler
 from autopar.explain.verification import NO_AXES, Tolerances
 from autopar.schedule.column_sums import ROWS, parts_of
+from benchmarks.made_again import ACTIVATIONS
 from benchmarks.models import build
 from benchmarks.models.base import Model
 from benchmarks.models.gpt import model_of
@@ -54,10 +54,6 @@ MESHES = {8: None, 64: (8, 8)}
 PRESET_OF = {Compiler.A100: "p4de.24xlarge", Compiler.H100: "p5.48xlarge", Compiler.H200: "h200"}
 
 PRODUCT = tuple((name, method, count) for name in MODELS for method in METHODS for count in DEVICES)
-
-
-def exact_gelu(wave: jax.Array) -> jax.Array:
-    return jax.nn.gelu(wave, approximate=False)
 
 
 @functools.cache
@@ -124,7 +120,7 @@ def test_what_is_computed_again_is_not_kept(name: str, remat: str, method: str) 
         assert found.figure("memory in all").compiled < 0.5 * whole
 
 
-@pytest.mark.parametrize("activation", [jax.nn.gelu, exact_gelu, jax.nn.silu])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(
     ("compiler", "dtype"),
     [
@@ -136,13 +132,13 @@ def test_what_is_computed_again_is_not_kept(name: str, remat: str, method: str) 
     ],
 )
 def test_of_an_activation_what_the_device_would_rather_read_is_kept(
-    compiler: Compiler, dtype: str, activation: Callable[[jax.Array], jax.Array]
+    compiler: Compiler, dtype: str, activation: str
 ) -> None:
     """An array of 8192 × 4096 elements beside two or three others."""
 
     def step(layer: dict[str, jax.Array], batch: jax.Array) -> dict[str, jax.Array]:
         def loss(layer: dict[str, jax.Array]) -> jax.Array:
-            hidden = activation(batch @ layer["up"] + layer["bias"])
+            hidden = ACTIVATIONS[activation](batch @ layer["up"] + layer["bias"])
             return jnp.sum(jnp.square((hidden @ layer["down"]).astype(jnp.float32)))
 
         return jax.tree.map(lambda old, slope: old - 0.01 * slope.astype(old.dtype), layer, jax.grad(loss)(layer))

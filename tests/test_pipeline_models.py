@@ -190,8 +190,6 @@ MESH_SHAPES = {1: (2, 4), 2: (2, 2), 4: (2, 1)}
 """By the number of stages; what is met most often has one axis, which takes half as long to plan."""
 DEALT_MESH_SHAPE = (2, 2)
 """Of four stages on two meshes."""
-SEARCHED_COUNT = 2
-"""In so many microbatches meshes are left to the planner, under one schedule: with two every model that can be cut has a row."""
 
 
 def fixed_mesh(model: Model, row: Row) -> Any:
@@ -242,7 +240,8 @@ def refusal_of(row: Row) -> str | None:
 
 def check_or_refusal(row: Row) -> None:
     """In some rows the planner chooses cuts and meshes itself; its search in the others would be much the same."""
-    is_free = row.schedule in (Schedule.SINGLE, Schedule.ONE_F_ONE_B) and row.count == SEARCHED_COUNT
+    searched_count = 1 if row.model in COUPLED else 2
+    is_free = row.schedule in (Schedule.SINGLE, Schedule.ONE_F_ONE_B) and row.count == searched_count
     step_of = pipeline if is_free else fixed_mesh
     refusal = refusal_of(row)
     if refusal is None:

@@ -72,7 +72,7 @@ def test_what_passed_at_the_same_commit_is_not_run_again(tmp_path: Path, monkeyp
     assert longer.startswith(log) and "continued, 2 tests passed before" in longer
     status, ran, longest = repository.verify(monkeypatch, *options, mended=True)
     assert (status, ran) == (0, ["broken"]) and longest.rstrip().endswith("result:  passed")
-    # What is complete is run anew, and so is another commit, or a tree that is none.
+    # What is complete is run anew.
     status, ran, log = repository.verify(monkeypatch, *options, mended=True)
     assert (status, ran) == (0, everything) and "continued" not in log
 
