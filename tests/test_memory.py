@@ -6,6 +6,7 @@ within 15%, and it may hardly be too low.  Where a rule of the prediction is abo
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -25,6 +26,7 @@ from autopar.cost_model.hlo import memory_bytes
 from autopar.cost_model.library import FEWEST_ELEMENTS
 from autopar.cost_model.memory import predict_memory
 from autopar.cost_model.nodes import Arrays
+from autopar.cost_model.places import WHOLE_REDUCTION
 from autopar.cost_model.tenants import trees
 from autopar.devices import DeviceKind, Platform
 from autopar.graph.build import build_graph
@@ -201,6 +203,27 @@ def dropped(x: jax.Array, w: jax.Array) -> Any:
     return jax.grad(loss)(w)
 
 
+def dropped_later(x: jax.Array, w: jax.Array) -> Any:
+    """The mask leaves as soon as it is there, and is mixed once more from the words, which stay until then."""
+    mask = jax.random.bernoulli(jax.random.key(0), w[0, 0], x.shape)
+    waves = [x @ w]
+    for _ in range(7):
+        waves.append(waves[-1] @ w)
+    return jnp.where(mask, math.prod(waves), 0), mask
+
+
+def summed_along_few(x: jax.Array, w: jax.Array) -> Any:
+    """What is summed is computed in passing; whole numbers, which no library adds up."""
+    bits = lax.bitcast_convert_type(x, jnp.int32).reshape(-1, WHOLE_REDUCTION)
+    return (bits ^ (bits >> 3)).sum(1), w
+
+
+def summed_along_many(x: jax.Array, w: jax.Array) -> Any:
+    """What is summed is kept for sums in parts."""
+    bits = lax.bitcast_convert_type(x, jnp.int32).reshape(-1, 2 * WHOLE_REDUCTION)
+    return (bits ^ (bits >> 3)).sum(1), w
+
+
 def clipped(x: jax.Array, w: jax.Array) -> Any:
     """The quotient is kept for both kernels that need it, though each of them computes again what it is chosen for."""
     y = x @ w
@@ -237,6 +260,9 @@ def masked(x: jax.Array, w: jax.Array) -> Any:
         scattered,
         scattered_twice,
         dropped,
+        dropped_later,
+        summed_along_few,
+        summed_along_many,
         clipped,
         masked,
     ],

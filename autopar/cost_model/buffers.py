@@ -11,6 +11,7 @@ When they run is said by :mod:`autopar.cost_model.kernel_order`.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ from autopar.cost_model.nodes import Arrays, Form, Node
 from autopar.cost_model.places import FUSED, Place, places_of
 
 REPEATED_READS = 2
-"""A cheap array that is kept for some readers is computed again by others when that reads no more than so many arrays, or, on
-CPU, than so many times its own bytes."""
+"""A cheap array that is kept for some readers is computed again by others when that reads no more than so many arrays; on CPU
+what is broadcast does not count, and more may be read that are no more than so many times its own bytes."""
 
 _NOTHING: frozenset[int] = frozenset()
 
@@ -120,7 +121,7 @@ class _Tracer:
     def _kernel(self, number: int, node: Node) -> None:
         kernels, own = self.kernels, frozenset((number,))
         fused = node.form in FUSED
-        reaches_inside = fused or (node.form is Form.REDUCE and not self._on_cpu)
+        reaches_inside = fused or (node.form is Form.REDUCE and (node.is_short or not self._on_cpu))
         sets = self._inside if reaches_inside else self._given
         reads = _union(sets[i] for i in node.inputs)
         kernels.owner[number], kernels.reads[number] = number, reads
@@ -128,16 +129,32 @@ class _Tracer:
         if fused:
             equal = self._equally_read(node)
             kernels.overwrites[number] = frozenset(i for i in equal if kernels.nodes[i].dtype == node.dtype)
-            if node.form is Form.CHEAP and node.unary and self._reads_little(node, reads):
+            if node.form is Form.CHEAP and node.unary and self._reads_little(number, reads):
                 self._inside[number], self._equal[number] = reads, equal
         elif node.form is Form.IN_PLACE and node.inputs:
             kernels.overwrites[number] = self._given[node.inputs[0]]
 
-    def _reads_little(self, node: Node, reads: frozenset[int]) -> bool:
+    def _reads_little(self, number: int, reads: frozenset[int]) -> bool:
         """See :data:`REPEATED_READS`."""
         if len(reads) <= REPEATED_READS or not self._on_cpu:
             return len(reads) <= REPEATED_READS
-        return sum(self.kernels.nodes[i].size_bytes for i in reads) <= REPEATED_READS * node.size_bytes
+        nodes = self.kernels.nodes
+        read_bytes = sum(nodes[i].size_bytes for i in reads)
+        return read_bytes <= REPEATED_READS * nodes[number].size_bytes or self._read_whole(number) <= REPEATED_READS
+
+    def _read_whole(self, number: int) -> int:
+        """How many arrays a fused node reads an element of for each of its own: what is broadcast on the way does not count."""
+        nodes, found, asked = self.kernels.nodes, set(), [number]
+        while asked:
+            reader = asked.pop()
+            for i in nodes[reader].inputs:
+                if math.prod(nodes[i].shape) < math.prod(nodes[reader].shape):
+                    continue
+                if i in self.kernels.owner:
+                    found.add(self.kernels.owner[i])
+                else:
+                    asked.append(i)
+        return len(found)
 
     def _equally_read(self, node: Node) -> frozenset[int]:
         if not node.elementwise:

@@ -26,10 +26,11 @@ from autopar.cost_model.operand_orders import (
     result_of_convolution,
     result_of_product,
 )
+from autopar.cost_model.places import WHOLE_REDUCTION
 from autopar.graph.fusion import COSTLY, FREE, FUSIBLE, INPUT_FUSIBLE
 from autopar.graph.ir import Operator
 from autopar.graph.zeros import is_zero_literal
-from autopar.schedule.spmd import Buffer, Reshard, Run, SpmdProgram
+from autopar.schedule.spmd import FREE_MOVES, Buffer, Reshard, Run, SpmdProgram
 
 ELEMENTWISE_EXCEPTIONS = frozenset(
     """broadcast_in_dim transpose rev pad slice dynamic_slice gather concatenate iota reshape squeeze expand_dims
@@ -53,6 +54,8 @@ SCATTERED_SUMS = frozenset(("scatter-add", "select_and_scatter_add"))
 
 ADDITIONS = frozenset(("add", "add_any"))
 
+PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
+
 DRAWS = frozenset(("random_bits", "threefry2x32"))
 
 _SINGLE_USE_WORK = ("scatter", "dynamic_update_slice")
@@ -69,6 +72,7 @@ class ComputedArrays:
             for buffer in ((step.source,) if isinstance(step, Reshard) else set(step.operands))
         )
         self._uses.update(program.outputs)
+        self._kept_anyway = _kept_anyway(program)
         self._kept_narrow = _read_as_they_are(program) if nodes.on_cpu else frozenset()
         self._run: dict[object, list[tuple[Any, int]]] = {}
 
@@ -165,7 +169,8 @@ class ComputedArrays:
         node.elementwise = elementwise
         if multiplies:
             node.form = Form.CHEAP
-        if elementwise and form is Form.COSTLY and not self._nodes.on_cpu and self._is_computed_again(node, operator):
+        is_weighed = elementwise and form is Form.COSTLY and not self._nodes.on_cpu
+        if is_weighed and step.results[0] not in self._kept_anyway and self._is_computed_again(node, operator):
             node.form = Form.CHEAP
         self._draw(node, operator, step.results[0])
         given = [self._nodes[i] for i in set(inputs)]
@@ -178,10 +183,14 @@ class ComputedArrays:
         node.is_zero |= operator.primitive == "square" and given[0].is_zero
         types = {self._nodes.dtype_of(value) for value in (*operator.operands, *operator.results) if value is not None}
         node.in_library = operator.primitive in LIBRARY_WORK and types <= LIBRARY_TYPES
+        if form is Form.REDUCE and step.operands[0] is not None:
+            shape = self._nodes.shape_of(step.operands[0])
+            node.is_short = all(shape[dim] <= WHOLE_REDUCTION for dim in operator.equation.params.get("axes", ()))
 
     def _is_computed_again(self, node: Node, operator: Operator) -> bool:
         """XLA:GPU weighs arithmetic against memory: it reads narrower floats again, and, where the device's arithmetic is cheaper
         than its memory, once more the one array that it was made of besides arguments of the program (a product and its bias).
+        What a product or a collective reads is in memory anyway.
         """
         if node.size_bytes == node.source_bytes > 0 and len(node.inputs) == 1:
             itemsize_bytes = self._nodes.program.values[node.value].itemsize_bytes
@@ -289,6 +298,17 @@ def same_equation(one: Any, other: Any) -> bool:
         for equation in (one, other)
     ]
     return literals[0] == literals[1] and str(one.params) == str(other.params)
+
+
+def _kept_anyway(program: SpmdProgram) -> frozenset[Buffer]:
+    """Buffers that matrix products, convolutions or collectives read as they are, or that leave the program."""
+    found = set(program.outputs)
+    for step in program.steps:
+        if isinstance(step, Reshard):
+            found.update((step.source,) if any(move.kind not in FREE_MOVES for move in step.moves) else ())
+        elif step.operator.primitive in PRODUCTS:
+            found.update(step.operands)
+    return frozenset(buffer for buffer in found if buffer is not None)
 
 
 def _read_as_they_are(program: SpmdProgram) -> frozenset[Buffer]:

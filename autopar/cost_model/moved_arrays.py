@@ -12,6 +12,7 @@ from __future__ import annotations
 from functools import partial
 
 from autopar.cost_model.array_list import NARROW, ArrayList
+from autopar.cost_model.collectives import Collective
 from autopar.cost_model.nodes import Form, Tenant
 from autopar.cost_model.reshard import COLLECTIVE_OF_MOVE, merging
 from autopar.graph.merging import Merged, merged_values
@@ -111,7 +112,7 @@ class MovedArrays:
         number = self._nodes.add(Form.KERNEL, inputs, size, tenant, step.source.value, step.cause)
         kind = COLLECTIVE_OF_MOVE[move.kind]
         merged = Merged.ALL if self._nodes.on_cpu else self._merged.get(step.source.value, Merged.NONE)
-        if kind in merging(merged, self._platform):
+        if kind is Collective.ALL_REDUCE or kind in merging(merged, self._platform):  # as both sums of a batch norm
             dtype = self._nodes.program.values[step.source.value].dtype
             summed = "float32" if self._nodes.on_cpu and dtype in NARROW else dtype
             self._nodes[number].combines = kind, move.axes, summed

@@ -6,7 +6,8 @@ XLA computes an array inside the kernels that read it when that is cheap, and ke
 * costly work is done once, so what several kernels need is kept, be it through cheap work that each of them repeats;
 * cheap work is repeated in each reader, unless it has several large inputs and a reader of its own waits for another besides
   (on GPUs: a reader of what cheap work makes of it);
-* XLA:CPU's reductions read memory, but for what its library computes with them (:mod:`autopar.cost_model.library`).
+* XLA:CPU's reductions read memory, but for those along few elements (:data:`WHOLE_REDUCTION`) and for what its library computes
+  with them (:mod:`autopar.cost_model.library`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from autopar.cost_model.nodes import Arrays, Form, Node
 
 FUSED = frozenset((Form.CHEAP, Form.COSTLY))
 READ_BUFFERS = frozenset((Form.KERNEL, Form.IN_PLACE, Form.LOOP, Form.BARRIER))
+
+WHOLE_REDUCTION = 32
+"""XLA:CPU reduces longer dimensions in two kernels, the first of which, over windows of so many elements, reads memory."""
 
 _NO_KERNEL, _SEVERAL_KERNELS = -1, -2
 
@@ -70,7 +74,7 @@ def places_of(arrays: Arrays, library: Mapping[int, int], *, on_cpu: bool) -> li
             kept = kept or (node.form is Form.COSTLY and kernel_of[number] == _SEVERAL_KERNELS)
             places[number] = Place.MEMORY if kept else Place.REGISTERS
             kernel = number if kept else kernel_of[number]
-            reads_memory = node.form in READ_BUFFERS or (node.form is Form.REDUCE and on_cpu)
+            reads_memory = node.form in READ_BUFFERS or (node.form is Form.REDUCE and on_cpu and not node.is_short)
             for i in dict.fromkeys(node.inputs):
                 uses[i] += 1
                 kernel_of[i] = _either(kernel_of[i], kernel)
