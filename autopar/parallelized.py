@@ -44,6 +44,7 @@ from autopar.planning import make_plan
 from autopar.progress import Progress
 from autopar.runtime.executor import Executor
 from autopar.runtime.pieced_array import PiecedArray
+from autopar.runtime.xla_options import Foretold
 from autopar.schedule.spmd import lower
 from autopar.stage_tasks import loop_of
 from autopar.subjects import Demands, Subjected, as_planned, subject_of
@@ -419,10 +420,8 @@ class Parallelized:
                 remote = step_on_ray(program, subject.program, donated, cluster, progress.say, numbers)
                 return Compiled(subject, plan, program, remote)
             target = target or Target(devices_here(cluster, plan.devices_of(0)))
-            foretold_bytes = plan.prediction.memory.total_bytes
-            executor = Executor(
-                program, subject.program.in_avals, donated, target.devices, target.options, foretold_bytes
-            )
+            foretold = Foretold(plan.prediction.memory.total_bytes, cluster.device.memory_bytes)
+            executor = Executor(program, subject.program.in_avals, donated, target.devices, target.options, foretold)
         return Compiled(subject, plan, program, executor)
 
     def _planned_or_in_use(

@@ -14,7 +14,7 @@ import pytest
 
 import autopar
 from autopar.cluster import Cluster
-from autopar.runtime.xla_options import IN_ORDER_OF_MEMORY, compiled
+from autopar.runtime.xla_options import IN_ORDER_OF_MEMORY, Foretold, compiled, within_bounds
 from autopar.schedule.spmd import SpmdProgram, rematerialises
 
 WIDTH, BATCH = 16, 8
@@ -70,39 +70,54 @@ class Account:
 
 @dataclass
 class Ordered:
-    """Stands for ``jax.stages.Lowered``: scratch bytes beside collectives, and in the order of memory."""
+    """Stands for ``jax.stages.Lowered``: scratch bytes beside collectives, within bounds, and in the order of memory."""
 
     beside: int
+    within: int
     in_order: int
-    count: int = 0
+    told: list[Mapping[str, Any]] = field(default_factory=list)
 
     def compile(self, compiler_options: Mapping[str, Any] | None = None) -> Account:
-        self.count += 1
-        first_order = bool(compiler_options) and IN_ORDER_OF_MEMORY.items() <= compiler_options.items()
-        return Account(self.in_order if first_order else self.beside)
+        options = compiler_options or {}
+        self.told.append(options)
+        if IN_ORDER_OF_MEMORY.items() <= options.items():
+            return Account(self.in_order)
+        return Account(self.within if "xla_gpu_memory_limit_slop_factor" in options else self.beside)
 
 
 @pytest.mark.parametrize(
-    ("platform", "beside", "in_order", "foretold", "scratch", "count"),
+    ("platform", "made", "foretold", "scratch", "count"),
     [
-        ("gpu", 110, 80, 200, 110, 1),  # the plan's word is kept
-        ("gpu", 111, 80, 200, 80, 2),
-        ("gpu", 111, 120, 200, 111, 2),
-        ("gpu", 111, 80, None, 111, 1),
-        ("cpu", 111, 80, 200, 111, 1),
+        ("gpu", (110, 100, 80), 200, 110, 1),  # the plan's word is kept
+        ("gpu", (111, 110, 80), 200, 110, 2),
+        ("gpu", (111, 111, 80), 200, 80, 3),
+        ("gpu", (130, 111, 120), 200, 111, 3),
+        ("gpu", (111, 130, 120), 200, 111, 3),
+        ("gpu", (111, 100, 80), None, 111, 1),
+        ("cpu", (111, 100, 80), 200, 111, 1),
     ],
 )
 def test_where_a_plans_word_would_be_broken_memory_goes_first(
-    platform: str, beside: int, in_order: int, foretold: int | None, scratch: int, count: int
+    platform: str, made: tuple[int, int, int], foretold: int | None, scratch: int, count: int
 ) -> None:
-    lowered = Ordered(beside, in_order)
-    made = compiled(lowered, mesh_on(platform), saves_memory=False, foretold_bytes=foretold)
-    assert (made.temp_size_in_bytes, lowered.count) == (scratch, count)
+    lowered = Ordered(*made)
+    word = None if foretold is None else Foretold(foretold, device_bytes=1_000)
+    executable = compiled(lowered, mesh_on(platform), saves_memory=False, foretold=word)
+    assert (executable.temp_size_in_bytes, len(lowered.told)) == (scratch, count)
 
 
-def test_xla_knows_the_option() -> None:
-    executable = jax.jit(jnp.sin).lower(1.0).compile(compiler_options=dict(IN_ORDER_OF_MEMORY))
-    assert executable(0.0) == 0.0
+@pytest.mark.parametrize(
+    ("foretold", "device", "percent"), [(200, 1_000, 11), (300, 1_000, 22), (300, 250, 100), (90, 1_000, 1)]
+)
+def test_bounds_are_a_share_of_what_is_neither_given_nor_returned(foretold: int, device: int, percent: int) -> None:
+    options = within_bounds(Account(111), Foretold(foretold, device))
+    assert options["xla_gpu_memory_limit_slop_factor"] == percent
+
+
+def test_xla_knows_the_options() -> None:
+    for options in (IN_ORDER_OF_MEMORY, within_bounds(Account(111), Foretold(200, 1_000))):
+        executable = jax.jit(jnp.sin).lower(1.0).compile(compiler_options=dict(options))
+        assert executable(0.0) == 0.0
 
 
 def layer(weights: jax.Array, x: jax.Array) -> jax.Array:

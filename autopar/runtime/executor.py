@@ -27,7 +27,7 @@ from autopar.runtime.host_data import HostLeaf
 from autopar.runtime.interpret import interpret
 from autopar.runtime.on_devices import Place, arrays_of, as_numpy, given_twice, pieces_by, pieces_of
 from autopar.runtime.run_ahead import run_ahead, telling
-from autopar.runtime.xla_options import compiled
+from autopar.runtime.xla_options import Foretold, compiled
 from autopar.schedule.cross_mesh import Box
 from autopar.schedule.spmd import SpmdProgram, rematerialises
 
@@ -112,7 +112,7 @@ class Executor:
     """Owns one executable, and remembers how long its steps took.
 
     ``devices`` are those of this process or of a topology; with the latter the executable can be read, not run.
-    ``options`` are the compiler's, ``foretold_bytes`` what the plan says that a device needs.
+    ``options`` are the compiler's, ``foretold`` is what the plan says of memory.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Executor:
         donated: frozenset[int],
         devices: Sequence[Any],
         options: Mapping[str, Any] | None = None,
-        foretold_bytes: int | None = None,
+        foretold: Foretold | None = None,
     ) -> None:
         mesh = device_mesh(program.mesh, devices)
         step = jitted_step(program, mesh, donated)
@@ -138,9 +138,7 @@ class Executor:
             jax.set_mesh(mesh),
         ):  # shard_map refuses a mesh other than the one in scope, which may be the user's
             lowered = step.function.lower(*shapes)
-            self._compiled = compiled(
-                lowered, mesh, saves_memory=step.saves_memory, options=options, foretold_bytes=foretold_bytes
-            )
+            self._compiled = compiled(lowered, mesh, saves_memory=step.saves_memory, options=options, foretold=foretold)
         self.compile_seconds = time.monotonic() - started
         self._run = telling(self._compiled, run_ahead(mesh))
         self._places = [
