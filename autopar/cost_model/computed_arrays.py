@@ -1,9 +1,8 @@
 """Which arrays does an operator make that computes?
 
-One per result, but for what XLA simplifies or takes apart: work that was done before is not done again, x + 0 is x, adding to
-scattered sums scatters onto the addend, dividing by what is broadcast multiplies with its inverse, and a sum over one element is
-another shape of it.  Products, convolutions (:mod:`autopar.cost_model.operand_orders`), random bits and the gradient of max
-pooling (:mod:`autopar.cost_model.expansions`) need arrays besides.  Read off compiled programs.
+One per result, but for what XLA writes in another way (:mod:`autopar.cost_model.simplified`).  Products and convolutions
+(:mod:`autopar.cost_model.operand_orders`), random bits and the gradient of max pooling (:mod:`autopar.cost_model.expansions`)
+need arrays besides.  Read off compiled programs.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 from autopar import _compat
@@ -27,6 +25,15 @@ from autopar.cost_model.operand_orders import (
     result_of_product,
 )
 from autopar.cost_model.places import WHOLE_REDUCTION
+from autopar.cost_model.simplified import (
+    as_before,
+    but_zero,
+    inverse,
+    multiplies,
+    reduces_nothing,
+    same_equation,
+    scattered_onto,
+)
 from autopar.graph.fusion import COSTLY, FREE, FUSIBLE, INPUT_FUSIBLE
 from autopar.graph.ir import Operator
 from autopar.graph.zeros import is_zero_literal
@@ -45,16 +52,12 @@ LIBRARY_WORK = frozenset(
 )
 """What XLA:CPU's library computes in one kernel with a reduction (:mod:`autopar.cost_model.library`)."""
 
-REDUCTIONS_OF_VALUES = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split())
-"""Of one element the result is that element."""
-
-RESHAPES = REDUCTIONS_OF_VALUES | frozenset("reshape squeeze expand_dims".split())
-
-SCATTERED_SUMS = frozenset(("scatter-add", "select_and_scatter_add"))
-
 ADDITIONS = frozenset(("add", "add_any"))
 
 PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
+
+TAKEN_APART = {"random_bits": random_bits, "select_and_scatter_add": scattered_to_greatest}
+"""By XLA:CPU, and who does it."""
 
 DRAWS = frozenset(("random_bits", "threefry2x32"))
 
@@ -135,56 +138,66 @@ class ComputedArrays:
         return Form.KERNEL
 
     def _plain(self, step: Run, inputs: tuple[int, ...]) -> None:
-        operator = step.operator
-        form = Form.RENAME if self._reduces_nothing(step) else self._form(operator)
-        elementwise = operator.primitive in FUSIBLE and operator.primitive not in ELEMENTWISE_EXCEPTIONS
-        if operator.primitive in ADDITIONS and (onto := self._scattered_onto(step)) is not None:
-            onto = self._nodes.own_copy(onto[0]), *onto[1:]
-            self._nodes.buffer(Form.IN_PLACE, onto, step.results[0], self._nodes.tenant_of(operator), operator)
-            return
-        if operator.primitive == "select_and_scatter_add" and self._nodes.on_cpu:
-            scattered_to_greatest(self._nodes, step, inputs)
-            return
-        if operator.primitive == "random_bits" and self._nodes.on_cpu:
-            random_bits(self._nodes, step, inputs)
-            return
-        if operator.primitive in ADDITIONS and (other := self._but_zero(inputs)) is not None:
-            self._nodes.at[step.results[0]] = other
-            return
-        if form is Form.RENAME and (renamed := self._as_before(step, inputs)) is not None:
-            self._nodes.at[step.results[0]] = renamed
+        """Of an operator with one result."""
+        operator, nodes = step.operator, self._nodes
+        form = Form.RENAME if reduces_nothing(nodes, step) else self._form(operator)
+        if self._is_something_else(step, inputs, form):
             return
         if form is Form.IN_PLACE and inputs:
-            inputs = self._nodes.own_copy(inputs[0]), *inputs[1:]
+            inputs = nodes.own_copy(inputs[0]), *inputs[1:]
+        elementwise = operator.primitive in FUSIBLE and operator.primitive not in ELEMENTWISE_EXCEPTIONS
         if elementwise:
-            shape = self._nodes.shape_of(step.results[0])
-            inputs = tuple(self._nodes.widened(node, shape) for node in inputs)
-        multiplies = operator.primitive == "div" and self._multiplies(step, inputs)
-        if multiplies and self._nodes.on_cpu and len(inputs) == 2:
-            inputs = inputs[0], self._inverse(inputs[1])
+            shape = nodes.shape_of(step.results[0])
+            inputs = tuple(nodes.widened(node, shape) for node in inputs)
+        is_product = operator.primitive == "div" and multiplies(nodes, step, inputs)
+        if is_product and nodes.on_cpu and len(inputs) == 2:
+            inputs = inputs[0], inverse(nodes, inputs[1])
         number, fresh = self._computed(form, inputs, step)
         if not fresh:
             return
-        node = self._nodes[number]
+        node = nodes[number]
         node.elementwise = elementwise
-        if multiplies:
-            node.form = Form.CHEAP
-        is_weighed = elementwise and form is Form.COSTLY and not self._nodes.on_cpu
-        if is_weighed and step.results[0] not in self._kept_anyway and self._is_computed_again(node, operator):
+        is_weighed = elementwise and form is Form.COSTLY and not nodes.on_cpu
+        is_left = is_weighed and step.results[0] not in self._kept_anyway and self._is_computed_again(node, operator)
+        if is_product or is_left:
             node.form = Form.CHEAP
         self._draw(node, operator, step.results[0])
-        given = [self._nodes[i] for i in set(inputs)]
+        self._describe(node, step)
+
+    def _is_something_else(self, step: Run, inputs: tuple[int, ...], form: Form) -> bool:
+        """Whether XLA makes of the operator what is no array of its own, or a loop or a search; it is in the list then."""
+        name, nodes, result = step.operator.primitive, self._nodes, step.results[0]
+        if name in ADDITIONS and (onto := scattered_onto(nodes, step, self._uses)) is not None:
+            onto = nodes.own_copy(onto[0]), *onto[1:]
+            nodes.buffer(Form.IN_PLACE, onto, result, nodes.tenant_of(step.operator), step.operator)
+            return True
+        if name in TAKEN_APART and nodes.on_cpu:
+            TAKEN_APART[name](nodes, step, inputs)
+            return True
+        other = None
+        if name in ADDITIONS:
+            other = but_zero(nodes, inputs)
+        elif form is Form.RENAME:
+            other = as_before(nodes, step, inputs)
+        if other is not None:
+            nodes.at[result] = other
+        return other is not None
+
+    def _describe(self, node: Node, step: Run) -> None:
+        """What fusion will ask of an array."""
+        operator, nodes = step.operator, self._nodes
+        given = [nodes[i] for i in set(node.inputs)]
         large = [other.size_bytes for other in given if not other.widens and other.size_bytes >= node.size_bytes]
         node.unary = len(large) <= 1 or sum(other.size_bytes for other in given) <= node.size_bytes
         node.widens = operator.primitive in ("broadcast_in_dim", "iota")
         node.is_zero = (
-            operator.primitive == "broadcast_in_dim" and not inputs and is_zero_literal(operator.equation.invars[0])
+            operator.primitive == "broadcast_in_dim" and not given and is_zero_literal(operator.equation.invars[0])
         )
         node.is_zero |= operator.primitive == "square" and given[0].is_zero
-        types = {self._nodes.dtype_of(value) for value in (*operator.operands, *operator.results) if value is not None}
+        types = {nodes.dtype_of(value) for value in (*operator.operands, *operator.results) if value is not None}
         node.in_library = operator.primitive in LIBRARY_WORK and types <= LIBRARY_TYPES
-        if form is Form.REDUCE and step.operands[0] is not None:
-            shape = self._nodes.shape_of(step.operands[0])
+        if node.form is Form.REDUCE and step.operands[0] is not None:
+            shape = nodes.shape_of(step.operands[0])
             node.is_short = all(shape[dim] <= WHOLE_REDUCTION for dim in operator.equation.params.get("axes", ()))
 
     def _is_computed_again(self, node: Node, operator: Operator) -> bool:
@@ -210,67 +223,6 @@ class ComputedArrays:
         if not node.is_drawn and node.form is Form.CHEAP:
             node.form = Form.COSTLY
 
-    def _multiplies(self, step: Run, inputs: tuple[int, ...]) -> bool:
-        """Whether a division is a product to XLA: with the inverse of what is broadcast, or of a constant."""
-        if len(inputs) == 2:
-            return self._nodes[inputs[1]].widens
-        is_whole = "int" in self._nodes.program.values[step.results[0].value].dtype
-        return step.operands[-1] is None and not is_whole
-
-    def _inverse(self, wide: int) -> int:
-        """What is multiplied with instead of dividing by what is broadcast: the inverse, broadcast."""
-        shape, narrow = self._nodes[wide].shape, self._nodes[wide].inputs
-        if len(narrow) != 1:
-            return wide
-        inverse = self._nodes.once((*narrow, "inverse"), partial(self._nodes.again, *narrow, Form.COSTLY))
-        node = self._nodes[inverse]
-        node.elementwise = True
-        node.in_library = self._nodes.dtype_of(node.value) in LIBRARY_TYPES
-        return self._nodes.once((inverse, shape), partial(self._nodes.broadcast, inverse, shape))
-
-    def _as_before(self, step: Run, inputs: tuple[int, ...]) -> int | None:
-        """For what is reshaped to what it was before it was reshaped: that."""
-        result, number = step.results[0], inputs[0] if inputs else None
-        while number is not None:
-            node = self._nodes[number]
-            if node.shape == self._nodes.shape_of(result) and node.value >= 0:
-                return number if self._nodes.dtype_of(node.value) == self._nodes.dtype_of(result.value) else None
-            reshaped = node.form is Form.RENAME and node.source is not None and node.source.primitive in RESHAPES
-            number = node.inputs[0] if reshaped else None
-        return None
-
-    def _reduces_nothing(self, step: Run) -> bool:
-        """Whether all dimensions reduced have one element on a device: XLA reshapes instead."""
-        if step.operator.primitive not in REDUCTIONS_OF_VALUES or step.operands[0] is None:
-            return False
-        return math.prod(self._nodes.shape_of(step.operands[0])) == math.prod(self._nodes.shape_of(step.results[0]))
-
-    def _but_zero(self, inputs: tuple[int, ...]) -> int | None:
-        """For x + 0, where no compiler adds: x."""
-        if len(inputs) != 2:
-            return None
-        first, second = (self._nodes[node] for node in inputs)
-        if first.shape != second.shape or first.is_zero == second.is_zero:
-            return None
-        return inputs[0] if second.is_zero else inputs[1]
-
-    def _scattered_onto(self, step: Run) -> tuple[int, ...] | None:
-        """For x + scatter-add(0, …), which XLA turns into scatter-add(x, …): the inputs of that scatter."""
-        for position, buffer in enumerate(step.operands):
-            other = step.operands[1 - position]
-            if buffer is None or other is None or other == buffer or self._uses[buffer] != 1:
-                continue
-            scatter = self._nodes[self._nodes.at[buffer]]
-            if (
-                scatter.form is not Form.IN_PLACE
-                or scatter.source is None
-                or scatter.source.primitive not in SCATTERED_SUMS
-            ):
-                continue
-            if scatter.value == buffer.value and self._nodes[scatter.inputs[0]].is_zero:
-                return self._nodes.at[other], *scatter.inputs[1:]
-        return None
-
     def _computed(self, form: Form, inputs: tuple[int, ...], step: Run) -> tuple[int, bool]:
         """The node of an operator's result, and whether it is new: equal work is done once, as XLA sees to it.
 
@@ -287,17 +239,6 @@ class ComputedArrays:
         number = self._nodes.buffer(form, inputs, result, self._nodes.tenant_of(operator), operator)
         alike.append((operator.equation, number))
         return number, True
-
-
-def same_equation(one: Any, other: Any) -> bool:
-    """Whether two equations of one primitive with the same array operands compute the same thing."""
-    if one is other:
-        return True
-    literals = [
-        [str(atom) if isinstance(atom, _compat.Literal) else None for atom in equation.invars]
-        for equation in (one, other)
-    ]
-    return literals[0] == literals[1] and str(one.params) == str(other.params)
 
 
 def _kept_anyway(program: SpmdProgram) -> frozenset[Buffer]:
