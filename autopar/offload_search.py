@@ -122,7 +122,7 @@ def _is_of_one_process(cluster: Cluster) -> bool:
 
 def _check_hosts(asked: str, cluster: Cluster) -> None:
     """Refuse a cluster whose copies have no price; raises PlanError."""
-    if has_host_memory(cluster.device.platform.value) and cluster.host_memory_link is None:
+    if has_host_memory(cluster.device.platform) and cluster.host_memory_link is None:
         raise PlanError(
             f"{asked} has no price: {cluster.name} does not say how fast its devices reach the memory of their host; say so, "
             "for example cluster.replace(host_memory_link=autopar.cluster.Link(1e-5, 2.5e10))"

@@ -64,7 +64,7 @@ def _hosting(cluster: Cluster, demands: Demands) -> Hosting:
 
 def may_offload(cluster: Cluster) -> bool:
     """Whether the memory of the hosts is another one than that of the devices, and its link known."""
-    return cluster.host_memory_link is not None and has_host_memory(cluster.device.platform.value)
+    return cluster.host_memory_link is not None and has_host_memory(cluster.device.platform)
 
 
 def _budget_by_host(cluster: Cluster, demands: Demands) -> tuple[float, ...]:

@@ -346,7 +346,7 @@ def _hopeful(counts: list[int], subject: Subjected, cluster: Cluster, demands: D
 
 def _whole_bytes_elsewhere(subject: Subjected, cluster: Cluster) -> int:
     """Bytes of whole inputs that no device has at rest."""
-    if not has_host_memory(cluster.device.platform.value):
+    if not has_host_memory(cluster.device.platform):
         return 0
     return sum(subject.graph.values[subject.graph.inputs[position]].size_bytes for position in subject.hosted)
 

@@ -356,11 +356,10 @@ def test_matrices_are_read_in_either_orientation_unless_one_alone_is_made_of_mor
 
 def kept_by(function: Any, arguments: tuple[jax.ShapeDtypeStruct, ...], device: DeviceKind) -> set[str]:
     """The primitives whose results a device's compiler keeps in memory."""
-    platform = device.platform.value
-    graph = build_graph(trace(function, arguments, {}).jaxpr, platform=platform)
+    graph = build_graph(trace(function, arguments, {}).jaxpr, platform=device.platform.value)
     stage = Stage(Mesh(("data",), (8,)), {}, {}, {})
     program = lower(graph, stage, output_layouts(graph, stage, ()))
-    kernels = kernels_of(arrays_of(program, (), device), platform)
+    kernels = kernels_of(arrays_of(program, (), device), device.platform)
     sources = (kernels.nodes[number].source for number in kernels.reads)
     return {source.primitive for source in sources if source is not None}
 
@@ -425,7 +424,7 @@ def arrays_on_each_device(function: Any) -> Arrays:
 )
 def test_what_xla_makes_cheap_work_has_no_buffer(function: Any) -> None:
     arrays = arrays_on_each_device(function)
-    reads = kernels_of(arrays, "cpu").reads
+    reads = kernels_of(arrays, Platform.CPU).reads
     assert [reads[output] for output in arrays.outputs if output is not None] == [set(arrays.inputs)] * 2
 
 

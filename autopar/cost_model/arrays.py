@@ -62,7 +62,7 @@ def arrays_of(
         stacked = [None if node is None else nodes.slice_of(node) for node in arrays.outputs[scan[1] :]]
         arrays.outputs[scan[1] :] = stacked
     arrays.pairs = pairs
-    if has_host_memory(device.platform.value) and program.hosted.is_any:
+    if has_host_memory(device.platform) and program.hosted.is_any:
         arrays.hosted = program.hosted
         arrays.in_flight = len(arrays.nodes)
         arrays.nodes.append(Node(Form.INPUT, (), bytes_in_flight(program), Tenant.HOSTED, -1, None))

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from autopar.cost_model.library import library_kernels
 from autopar.cost_model.nodes import Arrays, Form, Node
 from autopar.cost_model.places import FUSED, Place, places_of
+from autopar.devices import Platform
 
 REPEATED_READS = 2
 """A cheap array that is kept for some readers is computed again by others when that reads no more than so many arrays; on CPU
@@ -41,9 +42,9 @@ class Kernels:
     owner: dict[int, int]
 
 
-def kernels_of(arrays: Arrays, platform: str) -> Kernels:
+def kernels_of(arrays: Arrays, platform: Platform) -> Kernels:
     """The kernels into which XLA cuts a list of arrays."""
-    tracer = _Tracer(arrays, on_cpu=platform == "cpu")
+    tracer = _Tracer(arrays, on_cpu=platform is Platform.CPU)
     for number in range(len(arrays.nodes)):
         tracer.visit(number)
     return tracer.kernels

@@ -35,12 +35,12 @@ GROUPS_IN_FLIGHT = 2
 """One is computed while the one before is copied back."""
 
 
-def has_host_memory(platform: str) -> bool:
+def has_host_memory(platform: Platform) -> bool:
     """Whether the memory of the host is another one than that of the devices."""
-    return platform != Platform.CPU.value
+    return platform is not Platform.CPU
 
 
-def hosted_bytes(program: SpmdProgram, platform: str) -> int:
+def hosted_bytes(program: SpmdProgram, platform: Platform) -> int:
     """Bytes of one device's part of the arrays that lie in the memory of the host."""
     if not has_host_memory(platform):
         return 0
@@ -50,7 +50,7 @@ def hosted_bytes(program: SpmdProgram, platform: str) -> int:
 def host_seconds(program: SpmdProgram, cluster: Cluster) -> float:
     """Seconds of the copies of a step, one after the other."""
     hosted = program.hosted
-    if not hosted.is_any or not has_host_memory(cluster.device.platform.value):
+    if not hosted.is_any or not has_host_memory(cluster.device.platform):
         return 0.0
     read = _read(program)
     copied = [program.inputs[position] for position in hosted.inputs if program.inputs[position] in read]

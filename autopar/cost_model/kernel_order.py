@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 
 from autopar.cost_model.buffers import Kernels
 from autopar.cost_model.nodes import Form
+from autopar.devices import Platform
 
 
-def order_of(kernels: Kernels, first: int, platform: str) -> dict[int, int]:
+def order_of(kernels: Kernels, first: int, platform: Platform) -> dict[int, int]:
     """Position of each kernel, from ``first`` on; inputs stand at 0.
 
     Breadth first on CPU; elsewhere in program order, which is close to what schedulers that save memory choose.  XLA:GPU
@@ -21,7 +22,7 @@ def order_of(kernels: Kernels, first: int, platform: str) -> dict[int, int]:
     """
     inputs = [number for number, node in enumerate(kernels.nodes) if node.form is Form.INPUT]
     position = dict.fromkeys(inputs, 0)
-    if platform != "cpu":
+    if platform is not Platform.CPU:
         return position | {kernel: first + time for time, kernel in enumerate(sorted(kernels.reads))}
     users: dict[int, list[int]] = {}
     waiting: dict[int, int] = {}

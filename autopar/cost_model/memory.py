@@ -36,7 +36,7 @@ from autopar.cost_model.kernel_order import order_of, precedence
 from autopar.cost_model.nodes import Arrays, Form, Node, Tenant
 from autopar.cost_model.rooms import Room, Tenancy, without_lodgers
 from autopar.cost_model.tenants import largest_tenants
-from autopar.devices import DeviceKind
+from autopar.devices import DeviceKind, Platform
 from autopar.graph.fusion import Fusion
 from autopar.plan import Memory
 from autopar.schedule.spmd import SpmdProgram
@@ -87,7 +87,7 @@ def predict_memory(
     or this compiler keeps in memory are called copies there.
     """
     pairs = tuple(pair for pair in state_pairs if pair[0] in donated)
-    arrays, platform = arrays_of(program, pairs, device), device.platform.value
+    arrays, platform = arrays_of(program, pairs, device), device.platform
     return memory_of(arrays, program, fusion=fusion, state_pairs=state_pairs, platform=platform, names=names)
 
 
@@ -97,7 +97,7 @@ def memory_of(
     *,
     fusion: Fusion,
     state_pairs: tuple[tuple[int, int], ...],
-    platform: str,
+    platform: Platform,
     names: Mapping[int, str] = NO_NAMES,
 ) -> Memory:
     """The same of a program whose arrays, with their pairs, are known."""
@@ -112,7 +112,7 @@ def memory_of(
         for position, node in enumerate(arrays.outputs)
     ]
     # Of other backends the order is a guess of ours, and orders like it tell nothing.
-    temp_bytes = line.safe_bytes if platform == "cpu" else line.temp_bytes
+    temp_bytes = line.safe_bytes if platform is Platform.CPU else line.temp_bytes
     return Memory(
         argument_bytes=sum(arguments),
         output_bytes=sum(results) + (POINTER_BYTES * len(results) if len(results) > 1 else 0),
@@ -137,12 +137,12 @@ def _by_kind(line: Timeline, temp_bytes: int, fusion: Fusion) -> dict[str, int]:
     return {kind: size for kind, size in kinds.most_common() if size}
 
 
-def timeline(arrays: Arrays, platform: str, *, outermost: bool = True) -> Timeline:
+def timeline(arrays: Arrays, platform: Platform, *, outermost: bool = True) -> Timeline:
     """Scratch buffers of a level, those of the bodies of its loops included; only the outermost owns its results.
 
     Backends other than CPU combine collectives only up to some bytes, for their latency: not counted here.
     """
-    arrays = joined(arrays) if platform == "cpu" else arrays
+    arrays = joined(arrays) if platform is Platform.CPU else arrays
     kernels = kernels_of(arrays, platform)
     position = order_of(kernels, len(arrays.pairs) + 1, platform)
     readers: dict[int, list[int]] = {}

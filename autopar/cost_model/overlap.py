@@ -105,7 +105,7 @@ def _all_combining(level: Arrays, sent: Mapping[int, CollectiveUse], program: Sp
 def _tasks(level: Arrays, work_seconds: Mapping[int, float], prices: Mapping[int, _Price], cluster: Cluster) -> Tasks:
     """The kernels and collectives of a level; a set of combined collectives is one, of the number of its first."""
     platform = cluster.device.platform
-    kernels = kernels_of(level, platform.value)
+    kernels = kernels_of(level, platform)
     seconds = {task: WORK_SHARE * worked for task, worked in _seconds_of_kernels(level, kernels, work_seconds).items()}
     first = {
         node: min(group) for group in combined(level, COMBINED_RESULT_BYTES.get(platform, math.inf)) for node in group

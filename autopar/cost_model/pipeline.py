@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autopar.cluster import Cluster
+from autopar.cluster import Cluster, Platform
 from autopar.cost_model.arrays import arrays_of
 from autopar.cost_model.exchanges import exchange_seconds
 from autopar.cost_model.forecast import Forecast
@@ -121,7 +121,7 @@ class StageCost:
 def stage_cost(lowering: StageLowering, fusion: Fusion, cluster: Cluster) -> StageCost:
     """The price of a stage on a cluster of its devices alone."""
     in_host: frozenset[int] = frozenset()
-    if has_host_memory(cluster.device.platform.value):
+    if has_host_memory(cluster.device.platform):
         in_host = frozenset(lowering.names[place] for place in hosted_places(lowering.slices))
     return StageCost(
         lowering,
@@ -133,7 +133,7 @@ def stage_cost(lowering: StageLowering, fusion: Fusion, cluster: Cluster) -> Sta
 def executable_cost(one: Executable, fusion: Fusion, cluster: Cluster) -> ExecutableCost:
     """The price of one executable."""
     program = _as_program(one)
-    platform = cluster.device.platform.value
+    platform = cluster.device.platform
     arrays = arrays_of(program, one.donations, cluster.device)
     elsewhere = replace(program, hosted=one.hosted)
     price = priced(elsewhere, fusion, cluster, arrays)
@@ -153,7 +153,7 @@ def executable_cost(one: Executable, fusion: Fusion, cluster: Cluster) -> Execut
     )
 
 
-def _bytes_on_device(program: SpmdProgram, platform: str) -> int:
+def _bytes_on_device(program: SpmdProgram, platform: Platform) -> int:
     """Bytes on a device of what lies in the memory of the host but while the executable runs."""
     if not has_host_memory(platform):
         return 0

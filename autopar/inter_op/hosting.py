@@ -62,7 +62,7 @@ def candidates(stages: Sequence[StageLowering], order: Order, cluster: Cluster) 
         if sets < 2:
             continue
         part = beside_others(cluster, lowering.stage.devices)
-        is_priced = part.host_memory_link is not None and has_host_memory(part.device.platform.value)
+        is_priced = part.host_memory_link is not None and has_host_memory(part.device.platform)
         for one in large_residuals(lowering.slices):
             seconds = copy_seconds(one.copies, one.copied_bytes, part) if is_priced else 0.0
             size_bytes = float(one.size_bytes)

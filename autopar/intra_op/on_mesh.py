@@ -177,7 +177,7 @@ class OnMesh:
             program,
             fusion=problem.fusion,
             state_pairs=task.state_pairs,
-            platform=device.platform.value,
+            platform=device.platform,
             names=task.names or {},
         )
         return LaidOut(solution, stage, program, arrays, memory, choices)

@@ -64,7 +64,7 @@ class Task:
     @property
     def hosted_values(self) -> dict[int, int]:
         """Inputs and outputs that lie there, with how often a step copies them; none where host and device share one memory."""
-        if not self.hosted or not has_host_memory(self.cluster.device.platform.value):
+        if not self.hosted or not has_host_memory(self.cluster.device.platform):
             return {}
         graph, ends = self.graph, self.hosted_ends
         read = {operand for operator in graph.operators for operand in operator.operands}
