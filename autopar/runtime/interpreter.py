@@ -38,13 +38,16 @@ class Interpreter:
         self._finish = finish
 
     def run(self, instructions: Sequence[Instruction], arrays: dict[Slot, jax.Array]) -> dict[Slot, jax.Array]:
-        """What is left in the slots when all instructions are carried out (dispatched, that is)."""
-        posted: dict[Slot, tuple[int, Posted]] = {}
+        """What is left in the slots when all instructions are carried out (dispatched, that is).
+
+        What comes is finished for its readers when the first of them is there: XLA:CPU runs the programs of a device in the order
+        in which they are dispatched, so one that waits for a message holds up all behind it.
+        """
+        posted: dict[Slot, tuple[int, jax.Array | Posted]] = {}
 
         def read(slot: Slot) -> jax.Array:
             if slot in posted:
-                transfer, land = posted.pop(slot)
-                arrays[slot] = self._finished(transfer, land())
+                arrays[slot] = self._finished(*posted.pop(slot))
             return arrays[slot]
 
         for instruction in instructions:
@@ -58,11 +61,7 @@ class Interpreter:
                 case Send(transfer, microbatch, source):
                     self._other_meshes.send(Message(transfer, microbatch), read(source))
                 case Receive(transfer, microbatch, target):
-                    coming = self._other_meshes.receive(Message(transfer, microbatch))
-                    if isinstance(coming, jax.Array):
-                        arrays[target] = self._finished(transfer, coming)
-                    else:
-                        posted[target] = transfer, coming
+                    posted[target] = transfer, self._other_meshes.receive(Message(transfer, microbatch))
                 case Free(slots):
                     for slot in slots:
                         if posted.pop(slot, None) is None:
@@ -71,7 +70,8 @@ class Interpreter:
             read(slot)
         return arrays
 
-    def _finished(self, transfer: int, landed: jax.Array) -> jax.Array:
+    def _finished(self, transfer: int, coming: jax.Array | Posted) -> jax.Array:
+        landed = coming if isinstance(coming, jax.Array) else coming()
         finish = self._finish.get(transfer)
         return landed if finish is None else finish(landed)
 
