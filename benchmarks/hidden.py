@@ -82,14 +82,14 @@ def drive(hosts: Hosts, name: str, mbit: int, figures: Figures, steps: int) -> l
             set_rates(hosts, rate)
             for number in range(-WARM_STEPS, steps):
                 if number == 0:
-                    before = _sent_bytes(hosts)
+                    before = hosts.sent_bytes()
                 began = time.perf_counter()
                 state, metrics = step(state, batch)
                 float(metrics["loss"])
                 if number >= 0:
                     times[rate].append(time.perf_counter() - began)
             if turn == 0:
-                link_bytes = _sent_bytes(hosts) - before
+                link_bytes = hosts.sent_bytes() - before
         seconds = {rate: statistics.median(found) for rate, found in times.items()}
         subject, plan, _ = step.last_records()
         simulated = [step.account(subject, plan, on).simulation.step_seconds for on in (slow, fast)]
@@ -98,11 +98,6 @@ def drive(hosts: Hosts, name: str, mbit: int, figures: Figures, steps: int) -> l
         print(rows[-1], flush=True)
     found.close()
     return rows
-
-
-def _sent_bytes(hosts: Hosts) -> int:
-    """Bytes that have left the cards of all hosts."""
-    return sum(hosts.traffic(host).sent_bytes for host in range(HOSTS))
 
 
 def table(title: str, rows: Sequence[Row]) -> Table:

@@ -75,21 +75,17 @@ def timed(hosts: Hosts, model: Model, cluster: Cluster, plan: Plan, steps: int) 
     seconds, loss, before = [], 0.0, 0
     for number in range(WARM_STEPS + steps):
         if number == WARM_STEPS:
-            before = _sent_bytes(hosts)
+            before = hosts.sent_bytes()
         began = time.perf_counter()
         state, metrics = step(state, batch)
         loss = float(metrics["loss"])
         seconds.append(time.perf_counter() - began)
-    sent_bytes = (_sent_bytes(hosts) - before) / steps
+    sent_bytes = (hosts.sent_bytes() - before) / steps
     subject, _, _ = step.last_records() or (None, None, None)
     assert subject is not None
     foretold_seconds = step.account(subject, plan, cluster).simulation.step_seconds
     devices = " ".join(",".join(map(str, stage.devices)) for stage in plan.stages)
     return Row(devices, statistics.median(seconds[WARM_STEPS:]), foretold_seconds, sent_bytes, loss)
-
-
-def _sent_bytes(hosts: Hosts) -> int:
-    return sum(hosts.traffic(host).sent_bytes for host in range(HOSTS))
 
 
 def table(title: str, rows: Sequence[Row]) -> Table:

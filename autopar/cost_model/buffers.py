@@ -145,16 +145,16 @@ class _Tracer:
 
     def _read_whole(self, number: int) -> int:
         """How many arrays a fused node reads an element of for each of its own: what is broadcast on the way does not count."""
-        nodes, found, asked = self.kernels.nodes, set(), [number]
+        nodes, owner = self.kernels.nodes, self.kernels.owner
+        found: set[int] = set()
+        seen, asked = {number}, [number]
         while asked:
             reader = asked.pop()
-            for i in nodes[reader].inputs:
-                if math.prod(nodes[i].shape) < math.prod(nodes[reader].shape):
-                    continue
-                if i in self.kernels.owner:
-                    found.add(self.kernels.owner[i])
-                else:
-                    asked.append(i)
+            whole = [i for i in nodes[reader].inputs if math.prod(nodes[i].shape) >= math.prod(nodes[reader].shape)]
+            found.update(owner[i] for i in whole if i in owner)
+            inside = {i for i in whole if i not in owner} - seen
+            seen |= inside
+            asked += inside
         return len(found)
 
     def _equally_read(self, node: Node) -> frozenset[int]:

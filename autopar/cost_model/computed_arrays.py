@@ -34,10 +34,10 @@ from autopar.cost_model.simplified import (
     same_equation,
     scattered_onto,
 )
-from autopar.graph.fusion import COSTLY, FREE, FUSIBLE, INPUT_FUSIBLE
+from autopar.graph.fusion import COSTLY, FREE, FUSIBLE, INPUT_FUSIBLE, PRODUCTS
 from autopar.graph.ir import Operator
 from autopar.graph.zeros import is_zero_literal
-from autopar.schedule.spmd import FREE_MOVES, Buffer, Reshard, Run, SpmdProgram
+from autopar.schedule.spmd import ADDITIONS, FREE_MOVES, Buffer, Reshard, Run, SpmdProgram
 
 ELEMENTWISE_EXCEPTIONS = frozenset(
     """broadcast_in_dim transpose rev pad slice dynamic_slice gather concatenate iota reshape squeeze expand_dims
@@ -51,10 +51,6 @@ LIBRARY_WORK = frozenset(
     stop_gradient sub tanh""".split()
 )
 """What XLA:CPU's library computes in one kernel with a reduction (:mod:`autopar.cost_model.library`)."""
-
-ADDITIONS = frozenset(("add", "add_any"))
-
-PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
 
 TAKEN_APART = {"random_bits": random_bits, "select_and_scatter_add": scattered_to_greatest}
 """By XLA:CPU, and who does it."""
@@ -75,7 +71,7 @@ class ComputedArrays:
             for buffer in ((step.source,) if isinstance(step, Reshard) else set(step.operands))
         )
         self._uses.update(program.outputs)
-        self._kept_anyway = _kept_anyway(program)
+        self._kept_anyway = frozenset() if nodes.on_cpu else _kept_anyway(program)
         self._kept_narrow = _read_as_they_are(program) if nodes.on_cpu else frozenset()
         self._run: dict[object, list[tuple[Any, int]]] = {}
 

@@ -18,7 +18,6 @@ from autopar.cluster import Cluster, Mesh, Platform
 from autopar.convolution_shapes import ConvolutionShape
 from autopar.cost_model.product_orders import product_order
 from autopar.cost_model.roofline import (
-    PRODUCTS,
     Reduction,
     convolution_seconds,
     operator_seconds,
@@ -26,6 +25,7 @@ from autopar.cost_model.roofline import (
     reduction_seconds,
     row_of,
 )
+from autopar.graph.fusion import PRODUCTS
 from autopar.graph.ir import Operator, Phase, Value
 from autopar.plan import Strategy
 from autopar.products import Product

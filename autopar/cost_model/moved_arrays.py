@@ -28,7 +28,7 @@ class MovedArrays:
 
     def __init__(self, nodes: ArrayList) -> None:
         self._nodes, self._platform = nodes, nodes.device.platform
-        # XLA:CPU asks only what kind they are.
+        # XLA:CPU combines all-reduces, of whatever arrays.
         self._merged = {} if nodes.on_cpu else merged_values(nodes.program.graph)
         self._turned: dict[int, int] = {}  # a collective's result in another order of dimensions: the collective
 
@@ -111,7 +111,7 @@ class MovedArrays:
     def _collective(self, move: Move, inputs: tuple[int, ...], size: int, tenant: Tenant, step: Reshard) -> int:
         number = self._nodes.add(Form.KERNEL, inputs, size, tenant, step.source.value, step.cause)
         kind = COLLECTIVE_OF_MOVE[move.kind]
-        merged = Merged.ALL if self._nodes.on_cpu else self._merged.get(step.source.value, Merged.NONE)
+        merged = self._merged.get(step.source.value, Merged.NONE)
         if kind is Collective.ALL_REDUCE or kind in merging(merged, self._platform):  # as both sums of a batch norm
             dtype = self._nodes.program.values[step.source.value].dtype
             summed = "float32" if self._nodes.on_cpu and dtype in NARROW else dtype

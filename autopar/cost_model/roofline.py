@@ -29,9 +29,6 @@ from autopar.convolution_shapes import ConvolutionShape
 from autopar.errors import ClusterError
 from autopar.products import Product, square_product
 
-PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
-"""Primitives that the matrix units run."""
-
 
 @dataclass(frozen=True)
 class Reduction:

@@ -44,6 +44,9 @@ INPUT_FUSIBLE = frozenset(
 )
 """Not fusible into a consumer, but able to swallow their own producers."""
 
+PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
+"""Matrix products and convolutions: what matrix units run."""
+
 FREE = frozenset("reshape squeeze expand_dims copy stop_gradient optimization_barrier bitcast_convert_type".split())
 """Mostly a change of name for the same bytes: the result shares the operand's buffer when both are materialised."""
 

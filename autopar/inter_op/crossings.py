@@ -31,8 +31,9 @@ from autopar.graph.build import BARRIER
 from autopar.graph.ir import Graph, Operator, Phase
 from autopar.inter_op.looped import Looped
 from autopar.inter_op.placing import SMALL_BYTES, anchored
-from autopar.inter_op.stage_body import ADDS, summands
+from autopar.inter_op.stage_body import summands
 from autopar.inter_op.stage_update import COMBINES
+from autopar.schedule.spmd import ADDITIONS
 
 Span = tuple[int, int]
 
@@ -352,7 +353,7 @@ class _Step:
                     self._wants.want(operand, (NEVER, NEVER))
             return
         first = min(self._held[v].span[0] for v in held)
-        kind = "add" if operator.primitive in ADDS else operator.primitive
+        kind = "add" if operator.primitive in ADDITIONS else operator.primitive
         if self._combines(operator, held, kind):
             span = (first, max(self._held[v].span[1] for v in held))
             self._held[operator.results[0]] = _Held(span, kind)

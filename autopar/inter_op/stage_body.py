@@ -24,8 +24,7 @@ from autopar.graph.ir import Operator
 from autopar.inter_op.looped import Looped
 from autopar.inter_op.placing import Placing
 from autopar.schedule.instructions import Part
-
-ADDS = frozenset(("add", "add_any"))
+from autopar.schedule.spmd import ADDITIONS
 
 
 @dataclass
@@ -222,7 +221,7 @@ def _added_up(
     maker = makers.get(value)
     if maker is None or readers[value] > 1 or maker.id not in placed:
         return [value]
-    is_sum = maker.primitive in ADDS and all(v is not None for v in maker.operands)
+    is_sum = maker.primitive in ADDITIONS and all(v is not None for v in maker.operands)
     if not is_sum and maker.primitive != "convert_element_type":
         return [value]
     inner, found = {maker.id}, []

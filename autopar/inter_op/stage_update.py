@@ -23,9 +23,10 @@ from autopar import _compat
 from autopar.graph.ir import Operator
 from autopar.inter_op.looped import Looped
 from autopar.inter_op.placing import SMALL_BYTES
-from autopar.inter_op.stage_body import ADDS, Body
+from autopar.inter_op.stage_body import Body
+from autopar.schedule.spmd import ADDITIONS
 
-COMBINES = frozenset((*ADDS, "and", "or", "max", "min", "mul"))
+COMBINES = frozenset((*ADDITIONS, "and", "or", "max", "min", "mul"))
 
 
 @dataclass
@@ -237,7 +238,7 @@ class Updates:
 
 
 def _kind(operator: Operator) -> str:
-    return "add" if operator.primitive in ADDS else operator.primitive
+    return "add" if operator.primitive in ADDITIONS else operator.primitive
 
 
 def sources_of(atoms: Iterable[Any], floating: dict[Any, tuple[int, Any]]) -> tuple[dict[int, Any], set[Any]]:

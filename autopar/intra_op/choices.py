@@ -24,8 +24,9 @@ from autopar.cluster import Cluster, Mesh
 from autopar.cost_model.collectives import Collective, axes_cost, sum_scatter_of, wire_bytes
 from autopar.cost_model.kernels import kernel_cost
 from autopar.cost_model.reshard import reshard_table
-from autopar.cost_model.roofline import PRODUCTS, operator_seconds
+from autopar.cost_model.roofline import operator_seconds
 from autopar.errors import PlanError
+from autopar.graph.fusion import PRODUCTS
 from autopar.graph.ir import FactorKind, Rule
 from autopar.intra_op.alike import ClassEdge, Quotient
 from autopar.intra_op.model import narrowed_costs

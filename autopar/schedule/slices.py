@@ -24,6 +24,7 @@ from typing import Any
 
 from autopar import _compat
 from autopar.graph.build import LoopKind
+from autopar.graph.fusion import PRODUCTS
 from autopar.graph.ir import Operator
 from autopar.schedule.instructions import Part
 from autopar.schedule.spmd import NOTHING_HOSTED, Buffer, Hosted, Reshard, Run, SpmdProgram, Step, local_bytes
@@ -359,7 +360,7 @@ class _Slicing:
 
 def _is_heavy(operator: Operator) -> bool:
     """Whether an operator is a product or a loop."""
-    return operator.primitive in ("dot_general", "conv_general_dilated") or bool(operator.bodies)
+    return operator.primitive in PRODUCTS or bool(operator.bodies)
 
 
 def _once(steps: Sequence[Step], known: Iterable[Buffer]) -> tuple[Step, ...]:

@@ -164,6 +164,10 @@ class Hosts:
         """What has crossed its link."""
         return traffic_of(self.name(host))
 
+    def sent_bytes(self) -> int:
+        """Bytes that have left the cards of all hosts."""
+        return sum(traffic_of(name).sent_bytes for name in self._names)
+
     def processes(self) -> dict[int, list[int]]:
         """The processes of every host."""
         return {host: _processes(name) for host, name in enumerate(self._names)}
