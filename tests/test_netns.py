@@ -26,8 +26,9 @@ with socket.create_server(("{address}", {port})) as server:
     other, _ = server.accept()
     other.recv(1)
     started, before, left = time.monotonic(), packets(), {size}
-    while left:
-        left -= len(other.recv(1 << 16))
+    while left and (came := other.recv(1 << 16)):
+        left -= len(came)
+    assert not left
     print(json.dumps([time.monotonic() - started, packets() - before]))
 """
 SEND = """

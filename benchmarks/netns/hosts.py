@@ -35,8 +35,8 @@ _FIRST = 10  # last part of the first host's address
 _MTU_BYTES = 1500
 _BURST_SECONDS = 1e-3
 # A packet before it is cut into frames, as the kernel counts it: 64 KiB and the headers of all its frames.  One that may not
-# pass whole is cut, and whoever receives wakes for every frame: at 200 Mbit/s 70 ms of a core for 4 MB, which take 6 otherwise.
-# Network cards put frames together.
+# pass whole is cut, and whoever receives wakes for every frame, which takes many times the processor time.  Network cards put
+# frames together.
 _LEAST_BURST_BYTES = 72 << 10
 _QUEUE = "50ms"
 # The congestion control of Linux unless it is told otherwise, as this machine may have been.  The routes of a namespace may
