@@ -46,7 +46,7 @@ def test_here_and_onto_another_plan(tmp_path: Path) -> None:
     "options",
     [
         pytest.param({"method": "zero3"}, id="mesh", marks=pytest.mark.verify),
-        pytest.param({"stages": 2, "num_microbatches": 2}, id="stages"),
+        pytest.param({"stages": 2, "num_microbatches": 2}, id="stages", marks=pytest.mark.verify),
     ],
 )
 def test_on_ray_while_training_goes_on(cluster: autopar.Cluster, tmp_path: Path, options: dict[str, Any]) -> None:

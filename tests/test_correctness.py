@@ -38,7 +38,7 @@ SAMPLE = (
     ("mlp_nnx", "tensor_parallel"),
     pytest.param("llama_nnx", "zero3", marks=pytest.mark.verify),
     pytest.param("two_tower", "zero2", marks=pytest.mark.verify),
-    ("moe", "expert_parallel"),
+    pytest.param("moe", "expert_parallel", marks=pytest.mark.verify),
 )
 PRODUCT = tuple((name, method) for name in FAMILIES for method in METHODS)
 

@@ -79,6 +79,7 @@ def test_no_page_is_new_in_a_process_that_keeps_them(how: str, environment: dict
     assert max(shares[:sizes]) < 0.5
 
 
+@pytest.mark.verify
 def test_a_step_of_ours_makes_its_process_keep_memory(left_alone: list[float]) -> None:
     _, shares = shares_new("step", {})
     assert max(shares[:2]) < 0.5

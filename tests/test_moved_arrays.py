@@ -31,6 +31,7 @@ print(json.dumps([jax.device_count(), plan.peak_bytes, memory_bytes(compiled).to
 """
 
 
+@pytest.mark.verify
 def test_many_pieces_have_buffers_of_their_own_until_all_are_there() -> None:
     done = subprocess.run(
         [sys.executable, "-c", COMPILE],

@@ -272,7 +272,13 @@ def test_some_of_the_communication_is_hidden_where_the_compiler_hides_it(name: s
 
 
 @pytest.mark.parametrize(
-    "cluster", [V100S, Cluster.preset("p4d.24xlarge"), Cluster.preset("tpu-v5e", 2), V100S.replace(device=EIGHT.device)]
+    "cluster",
+    [
+        pytest.param(V100S, marks=pytest.mark.verify),
+        Cluster.preset("p4d.24xlarge"),
+        pytest.param(Cluster.preset("tpu-v5e", 2), marks=pytest.mark.verify),
+        V100S.replace(device=EIGHT.device),
+    ],
 )
 def test_nothing_is_hidden_where_that_was_not_seen(cluster: Cluster) -> None:
     said = plan_of(cluster).prediction

@@ -126,8 +126,12 @@ def test_one_accelerator_stands_for_all_of_a_host() -> None:
     prices = [collective_seconds(Collective.ALL_REDUCE, 1e8, ("data",), mesh, one) for one in (cluster, measured)]
     assert prices[0] == prices[1] > 0
     assert product_seconds(square_product(1e12), 1e9, "bfloat16", measured) == pytest.approx(1e12 / 9e14, rel=0.2)
-    model = build("mlp_nnx")
-    plan = autopar.parallelize(model.train_step, cluster=measured).plan(model.abstract_state(), model.abstract_batch())
+
+
+@pytest.mark.verify
+def test_a_step_is_planned_for_a_host_of_which_one_accelerator_was_measured() -> None:
+    cluster, model = Cluster.preset("p5.48xlarge").with_measured_device(), build("mlp_nnx")
+    plan = autopar.parallelize(model.train_step, cluster=cluster).plan(model.abstract_state(), model.abstract_batch())
     assert plan.num_devices == 8
 
 

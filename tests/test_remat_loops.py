@@ -79,6 +79,7 @@ def deep_gpt(layers: int = 8, *, examples: int = 16, is_remat: bool = False) -> 
 # -------------------------------------------------------------------------------------------------- kept and repeated
 
 
+@pytest.mark.verify
 def test_it_keeps_and_repeats_what_remat_in_the_body_would() -> None:
     """Bytes as XLA:CPU compiles them: where it drops barriers, it finds no equal work in two loops all the same."""
     plain, forms = forms_of_model(deep_gpt())

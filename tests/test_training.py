@@ -149,7 +149,7 @@ def test_too_many_failures_name_the_checkpoints(step: autopar.Parallelized, tmp_
 @pytest.mark.parametrize(
     ("options", "goes_back"),
     [
-        pytest.param({"method": "data_parallel"}, False, id="whole"),
+        pytest.param({"method": "data_parallel"}, False, id="whole", marks=pytest.mark.verify),
         pytest.param({"method": "zero3"}, True, id="cut", marks=pytest.mark.verify),
     ],
 )

@@ -63,6 +63,7 @@ def test_messages_in_a_world_cost_what_a_permute_there_does() -> None:
     )
 
 
+@pytest.mark.verify
 def test_a_world_is_measured_in_another_process() -> None:
     said: list[str] = []
     curves = world_curves(Asked(2, (1 << 12, 1 << 16), 8, 0.0, 2), said.append)
