@@ -16,6 +16,7 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 PYTEST_WORKERS ?= 2
 PYTEST_ARGS ?=
+VERIFY_LOG ?= build/verify.log
 
 .DELETE_ON_ERROR:
 .PHONY: help demo test verify verify-gpu verify-gpu-here lint format bench docs clean
@@ -60,7 +61,7 @@ test: $(VENV)/.with-test-examples
 	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 verify: $(VENV)/.with-test-examples
-	@$(BIN)/python scripts/verify.py build/verify.log -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
+	@$(BIN)/python scripts/verify.py $(VERIFY_LOG) -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 # In an environment of its own: where the compiler is installed, JAX looks for GPUs and complains when there are none.
 verify-gpu:
