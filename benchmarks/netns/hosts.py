@@ -278,20 +278,7 @@ class Hosts:
         _call("ip", "-n", name, "route", "change", *made_with_address, *ways)
         # What comes from the same host is acknowledged at once.  Else the kernel lets some of it wait for 40 ms, and with it the
         # devices whose sender waits for that: collectives among several devices of each host stand still now and then.
-        to_itself = [
-            "table",
-            "local",
-            "local",
-            address,
-            "dev",
-            "eth0",
-            "proto",
-            "kernel",
-            "scope",
-            "host",
-            "src",
-            address,
-        ]
+        to_itself = f"table local local {address} dev eth0 proto kernel scope host src {address}".split()
         _call("ip", "-n", name, "route", "change", *to_itself, "quickack", "1")
         # It leads nowhere: programs find their own address by asking which one they would reach the internet from.
         _call("ip", "-n", name, "route", "add", "default", *ways)
