@@ -42,13 +42,8 @@ def test_here_and_onto_another_plan(tmp_path: Path) -> None:
         assert_equal(ours, theirs)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"method": "zero3"}, id="mesh", marks=pytest.mark.verify),
-        pytest.param({"stages": 2, "num_microbatches": 2}, id="stages", marks=pytest.mark.verify),
-    ],
-)
+@pytest.mark.verify
+@pytest.mark.parametrize("options", [{"method": "zero3"}, {"stages": 2, "num_microbatches": 2}], ids=["mesh", "stages"])
 def test_on_ray_while_training_goes_on(cluster: autopar.Cluster, tmp_path: Path, options: dict[str, Any]) -> None:
     step = autopar.parallelize(train_step, cluster=cluster, **options)
     state = trained(step, 2)

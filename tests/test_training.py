@@ -146,12 +146,9 @@ def test_too_many_failures_name_the_checkpoints(step: autopar.Parallelized, tmp_
         go()
 
 
+@pytest.mark.verify
 @pytest.mark.parametrize(
-    ("options", "goes_back"),
-    [
-        pytest.param({"method": "data_parallel"}, False, id="whole", marks=pytest.mark.verify),
-        pytest.param({"method": "zero3"}, True, id="cut", marks=pytest.mark.verify),
-    ],
+    ("options", "goes_back"), [({"method": "data_parallel"}, False), ({"method": "zero3"}, True)], ids=["whole", "cut"]
 )
 def test_survivors_have_what_the_dead_had_if_it_was_whole_there(
     cluster: autopar.Cluster, options: dict[str, Any], goes_back: bool
