@@ -93,7 +93,7 @@ def reached(step: int) -> Callable[[list[dict[str, Any]]], bool]:
     return lambda lines: bool(lines) and lines[-1]["step"] >= step
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def three_hosts() -> Iterator[RayNodes]:
     with RayNodes(Network(3, MBIT)) as nodes:
         yield nodes

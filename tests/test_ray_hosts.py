@@ -7,7 +7,6 @@ Needs root and iproute2; see :mod:`benchmarks.netns`.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -118,11 +117,23 @@ def test_what_a_killed_process_left_is_removed() -> None:
     ended.wait()
     lost = Hosts(Network(1, MBIT, prefix=f"autopar{ended.pid}"))
     lost.__enter__()
+    folder = lost.folder
     assert not Path(f"/proc/{ended.pid}").exists()
-    with Hosts(Network(1, MBIT)):
+    with Hosts(Network(1, MBIT)) as hosts:
         listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    assert f"autopar{ended.pid}h0" not in listed.split()
-    assert f"autopar{os.getpid()}h0" in listed.split()
+    assert lost.name(0) not in listed.split()
+    assert hosts.name(0) in listed.split()
+    assert not folder.exists()
+
+
+def test_one_process_makes_hosts_beside_others() -> None:
+    with Hosts(Network(1, MBIT)) as first:
+        sleeper = first.start(0, ["sleep", "600"])
+        with Hosts(Network(1, MBIT)) as second:
+            assert second.name(0) != first.name(0)
+        assert sleeper.poll() is None
+        assert first.traffic(0).sent_bytes >= 0
+    assert sleeper.wait(timeout=5) != 0
 
 
 @pytest.fixture(scope="module")

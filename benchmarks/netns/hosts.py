@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -48,7 +49,8 @@ _CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 _SOCKET_BYTES = 4 << 20
 _IF_WRITABLE = 'test ! -w "$1" || echo "$2" > "$1"'  # which a container may not allow
 _NAMES = "autopar"
-_MADE = re.compile(_NAMES + r"(?P<owner>\d+)(h\d+|sw)")
+_MADE = re.compile(_NAMES + r"(?P<owner>\d+)(x[0-9a-f]+)?(h\d+|sw)")
+_FOLDER = re.compile(_NAMES + r"(?P<owner>\d+)(x[0-9a-f]+)?-.*")
 _DYING_SECONDS = 5.0
 
 _ENTER = 'hostname "$1" && mount --bind "$2" /etc/hosts && mount --bind "$3" "$4" && shift 4 && exec "$@"'
@@ -61,7 +63,7 @@ class Network:
     hosts: int
     mbit_per_second: int
     prefix: str = ""
-    """Of the names of namespaces; if empty, one that says which process made them."""
+    """Of the names of namespaces; if empty, one of its own that says which process made them."""
     network: str = "10.78.0"
     cores_per_host: float = 0.0
     """The processor time that all processes of a host get, in cores; 0: what the others leave."""
@@ -99,7 +101,7 @@ class Hosts:
 
     def __init__(self, network: Network) -> None:
         self.network = network
-        self.prefix = network.prefix or f"{_NAMES}{os.getpid()}"
+        self.prefix = network.prefix or f"{_NAMES}{os.getpid()}x{secrets.token_hex(4)}"
         self._names = [f"{self.prefix}h{host}" for host in range(network.hosts)]
         self._switch = f"{self.prefix}sw"
         self._quotas: dict[int, Quota] = {}
@@ -303,8 +305,8 @@ def remove_abandoned() -> None:
             _remove([namespace])
             remove_groups(f"{_NAMES}{made['owner']}")
     for folder in Path(tempfile.gettempdir()).glob(f"{_NAMES}*-*"):
-        owner = folder.name.removeprefix(_NAMES).partition("-")[0]
-        if owner.isdigit() and not Path("/proc", owner).exists():
+        made = _FOLDER.fullmatch(folder.name)
+        if made and not Path("/proc", made["owner"]).exists():
             shutil.rmtree(folder, ignore_errors=True)
 
 
