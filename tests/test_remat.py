@@ -292,6 +292,26 @@ def test_the_best_of_all_mixtures(deep: Deep, layers: int, share: float) -> None
     assert min(seconds) * (1 - 1e-9) <= found.step_seconds <= 1.01 * min(seconds)
 
 
+def test_what_a_layer_is_thought_to_keep_is_what_it_costs_memory() -> None:
+    """Of a GELU the backward pass reads a dozen arrays, which are made again of the product before it; the knapsack must know."""
+    model, cluster = deep_perceptron(4), gpus(1)
+    step = autopar.parallelize(model.train_step, cluster=cluster, memory_per_device=1e15, remat="none", **WHOLE)
+    written = step.records(model.abstract_state(), model.abstract_batch())[0]
+    forms = rematerialising(written)
+    nothing, layer = forms.all(Remat.NONE), 1
+    for kind in (Remat.DOTS, Remat.FULL):
+        chosen = nothing.with_kinds(
+            [kind if position == layer else Remat.NONE for position in range(len(nothing.kinds))]
+        )
+        plans = [
+            plan_as_it_is(step.with_options(), rematerialised(written, one, "cuda"), cluster)
+            for one in (nothing, chosen)
+        ]
+        spared_bytes = plans[0].peak_bytes - plans[1].peak_bytes
+        foretold = forms.cost(nothing, layer).kept_bytes - forms.cost(chosen, layer).kept_bytes
+        assert foretold == pytest.approx(spared_bytes, rel=0.15)
+
+
 def plan_as_it_is(step: Any, one: Any, cluster: Cluster) -> autopar.Plan:
     """The plan of a step that was rewritten already."""
     return step.records_of(dataclasses.replace(one, written=None), cluster=cluster)[1]

@@ -23,6 +23,7 @@ kept; any other loop is run again as a whole, and one that the user's own code r
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -55,6 +56,7 @@ class RematCost:
     """What a choice for one layer means, for whole arrays: bytes kept for the backward pass, and the work that is repeated."""
 
     kept_bytes: int
+    """Of arrays in memory: what readers make of another one on the way is none."""
     flops: Mapping[str, float]
     """By the type of numbers."""
     bytes_moved: float
@@ -147,7 +149,7 @@ class Rematerialising:
                     dtype = str(operator.equation.outvars[0].aval.dtype)
                     flops[dtype] = flops.get(dtype, 0.0) + operator.flops * trips * times
                     moved += operator.bytes_moved * trips * times
-        return RematCost(sum(value.size_bytes for value in self.kept(chosen, layer)), flops, moved)
+        return RematCost(sum(values[value].size_bytes for value in level.held(chosen, layer)), flops, moved)
 
     def program(self, chosen: LayerRemat) -> TracedProgram:
         """The step with copies (see the module docstring); results and inputs are the same."""
@@ -258,6 +260,43 @@ class _Level:
         made_again = {v for o in again.operators for v in o.results} - set(again.guarded)
         read |= {v for o in again.operators for v in o.operands if v is not None} - made_again
         return frozenset(v for v in read if v in self._maker and self._maker[v].id in self._number)
+
+    def held(self, chosen: LayerRemat, layer: int) -> frozenset[int]:
+        """The arrays in which what is kept lies in memory.
+
+        Elementwise work on one other array is made again by kernels that read it, and that array is kept; products and sums are
+        handed what they read.  What goes through the barrier of a layer that computes again is there as it is.
+        """
+        kept = self.kept(chosen, layer)
+        if chosen.kinds[layer] is not Remat.NONE:
+            return kept
+        values = self.graph.values
+        found = set()
+        for value in kept:
+            origin = self._origins.get(value, value)
+            is_handed = any(
+                o.phase is Phase.BACKWARD and o.primitive not in FUSIBLE for o in self._readers.get(value, ())
+            )
+            is_no_larger = origin in kept or values[origin].size_bytes <= values[value].size_bytes
+            found.add(origin if is_no_larger and not is_handed else value)
+        return frozenset(found)
+
+    @cached_property
+    def _origins(self) -> dict[int, int]:
+        """The array of which alone an elementwise result of the forward pass is made, however often it is read on the way."""
+        found: dict[int, int] = {}
+        for operator in self._forward():
+            if operator.primitive not in FUSIBLE:
+                continue
+            for result in operator.results:
+                size = math.prod(self.graph.values[result].shape)
+                whole = {
+                    v for v in operator.operands if v is not None and math.prod(self.graph.values[v].shape) >= size
+                }
+                origins = {found.get(v, v) for v in whole}
+                if len(origins) == 1 and origins <= self._maker.keys():
+                    found[result] = origins.pop()
+        return found
 
     def is_on_the_way(self, value: int, kept: Set[int]) -> bool:
         """Whether a value is cheap work on single elements of other values that are kept."""
