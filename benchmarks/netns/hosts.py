@@ -49,8 +49,8 @@ _CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 _SOCKET_BYTES = 4 << 20
 _IF_WRITABLE = 'test ! -w "$1" || echo "$2" > "$1"'  # which a container may not allow
 _NAMES = "autopar"
-_MADE = re.compile(_NAMES + r"(?P<owner>\d+)(x[0-9a-f]+)?(h\d+|sw)")
-_FOLDER = re.compile(_NAMES + r"(?P<owner>\d+)(x[0-9a-f]+)?-.*")
+_OWNED = _NAMES + r"(?P<owner>\d+)(x[0-9a-f]+)?"
+_NAMESPACE, _FOLDER = re.compile(_OWNED + r"(h\d+|sw)"), re.compile(_OWNED + "-.*")
 _DYING_SECONDS = 5.0
 
 _ENTER = 'hostname "$1" && mount --bind "$2" /etc/hosts && mount --bind "$3" "$4" && shift 4 && exec "$@"'
@@ -300,7 +300,7 @@ def traffic_of(namespace: str) -> Traffic:
 def remove_abandoned() -> None:
     """Take down the hosts of processes that are no more, and remove their files."""
     for namespace in _namespaces():
-        made = _MADE.fullmatch(namespace)
+        made = _NAMESPACE.fullmatch(namespace)
         if made and not Path("/proc", made["owner"]).exists():
             _remove([namespace])
             remove_groups(f"{_NAMES}{made['owner']}")
