@@ -313,9 +313,44 @@ def hashed(x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.where(first < second, x @ w, 0).sum()
 
 
+def needed_in_two_shapes(x: jax.Array, w: jax.Array) -> Any:
+    """A product reads matrices, the program's end what they are matrices of: cheap work is done in both shapes."""
+    y = 2.5 * x.reshape(4, 256, 512)
+    return y @ w, y
+
+
+def of_two_needed_in_two_shapes(x: jax.Array, w: jax.Array) -> Any:
+    """What reads two large arrays is done once, and has two names."""
+    y = (x + w[:1]).reshape(4, 256, 512) * x.reshape(4, 256, 512)
+    return y @ w, y
+
+
+def costly_needed_in_two_shapes(x: jax.Array, w: jax.Array) -> Any:
+    """Costly work is kept for the kernels that make two shapes of it."""
+    y = 2.5 * jnp.tanh(x.reshape(4, 256, 512))
+    return y @ w, y
+
+
+def costly_under_what_is_kept(x: jax.Array, w: jax.Array) -> Any:
+    """The sum is made again of the costly work, which stays for that, though a product has in memory what it adds to."""
+    y = 2.5 * jnp.tanh(x)
+    return (y + 1.5) * (y @ w)
+
+
 @pytest.mark.parametrize(
     "function",
-    [over_a_product, over_another_shape, over_another_type, written_into_an_input, pooled, hashed],
+    [
+        over_a_product,
+        over_another_shape,
+        over_another_type,
+        written_into_an_input,
+        pooled,
+        hashed,
+        needed_in_two_shapes,
+        of_two_needed_in_two_shapes,
+        costly_needed_in_two_shapes,
+        costly_under_what_is_kept,
+    ],
     ids=lambda function: function.__name__,
 )
 def test_scratch_bytes_are_those_of_xla(function: Any) -> None:

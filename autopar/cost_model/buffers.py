@@ -108,6 +108,11 @@ class _Tracer:
     def _rename(self, number: int, node: Node) -> None:
         """Another shape of the same bytes; after a loop or a barrier, another name that waits for it."""
         source, *others = node.inputs
+        if self._places[number] is Place.MEMORY and self._inside[source] != {source}:
+            self.kernels.owner[number], self.kernels.reads[number] = number, self._inside[source]
+            self._inside[number] = self._inside[source]
+            self._given[number] = frozenset((number,))
+            return
         if source in self.kernels.owner:
             self.kernels.owner[number] = self.kernels.owner[source]
         given = _union(self._given[i] for i in node.inputs)

@@ -186,6 +186,7 @@ class ComputedArrays:
         large = [other.size_bytes for other in given if not other.widens and other.size_bytes >= node.size_bytes]
         node.unary = len(large) <= 1 or sum(other.size_bytes for other in given) <= node.size_bytes
         node.widens = operator.primitive in ("broadcast_in_dim", "iota")
+        node.reshapes = node.form is Form.RENAME and any(other.shape != node.shape for other in given)
         node.is_zero = (
             operator.primitive == "broadcast_in_dim" and not given and is_zero_literal(operator.equation.invars[0])
         )

@@ -174,7 +174,7 @@ def _buffers(
     found: dict[int, Tenancy] = {}
     for number in sorted(kernels.reads, key=position.__getitem__):
         node, now = kernels.nodes[number], position[number]
-        if node.form in (Form.LOOP, Form.BARRIER, Form.RENAME):
+        if kernels.owner.get(number) != number:  # a loop, a barrier, or another name
             continue
         end = max((position[reader] for reader in readers.get(number, ())), default=now)
         under = kernels.overwrites.get(number, ()) if node.form is Form.IN_PLACE else ()

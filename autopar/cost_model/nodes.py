@@ -59,6 +59,8 @@ class Node:
     in_library: bool = False
     is_short: bool = False
     """Of a reduction: whether XLA:CPU leaves it whole, and computes what it reads in passing."""
+    reshapes: bool = False
+    """Of a change of name: whether the bytes have another shape afterwards."""
     is_zero: bool = False
     is_made_anew: bool = False
     """Whether XLA:CPU puts another operation in its place, which queues up behind all others that wait for the same."""

@@ -31,6 +31,7 @@ def operands_of_product(nodes: ArrayList, step: Run) -> tuple[int, ...]:
             node = nodes.relayout_for(step.operator, node, order)
         elif len(shape) > len(batch[side]) + 2:
             node = nodes.once((node, "matrix"), partial(nodes.again, node, Form.RENAME))
+            nodes[node].reshapes = True
         inputs.append(node)
     return tuple(inputs)
 

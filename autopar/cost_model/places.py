@@ -4,6 +4,8 @@ XLA computes an array inside the kernels that read it when that is cheap, and ke
 
 * what a matrix product, a collective, a loop, a scatter or the program's end reads is kept;
 * costly work is done once, so what several kernels need is kept, be it through cheap work that each of them repeats;
+* cheap work on one large array that a kernel needs in memory in another shape, and others as it is, is done once for each shape,
+  for XLA:CPU fuses it with the change of shape;
 * cheap work is repeated in each reader, unless it has several large inputs and a reader of its own waits for another besides
   (on GPUs: a reader of what cheap work makes of it);
 * XLA:CPU's reductions read memory, but for those along few elements (:data:`WHOLE_REDUCTION`) and for what its library computes
@@ -44,9 +46,11 @@ def places_of(arrays: Arrays, library: Mapping[int, int], *, on_cpu: bool) -> li
     nodes = arrays.nodes
     places = [Place.UNREAD] * len(nodes)
     whole = _not_repeated(nodes, library, own_readers=on_cpu)
+    reshaped = _made_in_shape(arrays) if on_cpu else frozenset[int]()
     uses = [0] * len(nodes)
     kernel_of = [_NO_KERNEL] * len(nodes)
     needed = bytearray(len(nodes))
+    inside = bytearray(len(nodes))  # whether a kernel besides makes it again of what it is computed from
     for output in arrays.outputs:
         if output is not None:
             uses[output] += 1
@@ -63,17 +67,25 @@ def places_of(arrays: Arrays, library: Mapping[int, int], *, on_cpu: bool) -> li
                 uses[i] += 1
                 kernel_of[i] = _either(kernel_of[i], root)
                 needed[i] |= library.get(i) != root
+        elif number in reshaped and needed[number]:
+            places[number] = Place.MEMORY
+            (source,) = node.inputs
+            uses[source] += 1
+            kernel_of[source] = _either(kernel_of[source], number)
+            inside[source] = 1
         elif node.form is Form.RENAME and uses[number]:
             places[number] = Place.REGISTERS
             for i in node.inputs:
                 uses[i] += uses[number]
                 kernel_of[i] = _either(kernel_of[i], kernel_of[number])
                 needed[i] |= needed[number]
+                inside[i] |= inside[number]
         elif uses[number] or node.form is Form.LOOP:
             kept = node.form not in FUSED or bool(needed[number]) or number in whole
             kept = kept or (node.form is Form.COSTLY and kernel_of[number] == _SEVERAL_KERNELS)
             places[number] = Place.MEMORY if kept else Place.REGISTERS
-            kernel = number if kept else kernel_of[number]
+            is_made_again = kept and node.form is Form.CHEAP and node.unary and inside[number]
+            kernel = _SEVERAL_KERNELS if is_made_again else number if kept else kernel_of[number]
             reads_memory = node.form in READ_BUFFERS or (node.form is Form.REDUCE and on_cpu and not node.is_short)
             for i in dict.fromkeys(node.inputs):
                 uses[i] += 1
@@ -81,6 +93,7 @@ def places_of(arrays: Arrays, library: Mapping[int, int], *, on_cpu: bool) -> li
                 # Inside a kernel costly work would be done once per element of the larger result.
                 is_repeated = nodes[i].form is Form.COSTLY and nodes[i].size_bytes < node.size_bytes
                 needed[i] |= reads_memory or is_repeated
+                inside[i] |= not (reads_memory or is_repeated)
     return places
 
 
@@ -89,6 +102,22 @@ def _either(one: int, other: int) -> int:
     if one in (_NO_KERNEL, other):
         return other
     return one if other == _NO_KERNEL else _SEVERAL_KERNELS
+
+
+def _made_in_shape(arrays: Arrays) -> frozenset[int]:
+    """Changes of shape of cheap work on one large array that others read as well: a kernel in memory can make it in its shape."""
+    nodes = arrays.nodes
+    users = Counter(i for node in nodes for i in set(node.inputs))
+    users.update(output for output in set(arrays.outputs) if output is not None)
+
+    def is_made_again(number: int) -> bool:
+        return nodes[number].form is Form.CHEAP and nodes[number].unary and users[number] > 1
+
+    return frozenset(
+        number
+        for number, node in enumerate(nodes)
+        if node.form is Form.RENAME and len(node.inputs) == 1 and node.reshapes and is_made_again(node.inputs[0])
+    )
 
 
 def _not_repeated(nodes: list[Node], library: Mapping[int, int], *, own_readers: bool) -> set[int]:
