@@ -321,9 +321,10 @@ class MeshWorld:
 
         refs = [actor.pulse.options(concurrency_group=CONTROL).remote() for actor in self.actors]
         _, silent = ray.wait(refs, num_returns=len(refs), timeout=SILENT_SECONDS)
-        for name, ref in zip(self.host_names, refs, strict=True):
+        for rank, (name, ref) in enumerate(zip(self.host_names, refs, strict=True)):
             if ref in silent:
                 self.lose()
+                self._kill(rank)  # who waits for what a stopped process was to send would never come to rest
                 raise WorkerError(
                     f"{name} has not answered for {SILENT_SECONDS:g} s: it is stopped, or its network is cut"
                 )
@@ -345,6 +346,11 @@ class MeshWorld:
         self._fleet.hurt()
         self.is_lost = True
 
+    def _kill(self, rank: int) -> None:
+        """End a process, if it has told its number already; it need not hear of it."""
+        if rank < len(self._pids):
+            kill_there(self._nodes[rank], self._pids[rank])
+
     def close(self) -> None:
         """Stop the processes and free what they were given."""
         import ray
@@ -355,8 +361,8 @@ class MeshWorld:
         self._is_closed = True
         for actor in self.actors:
             ray.kill(actor)
-        for node, pid in zip(self._nodes, self._pids, strict=False):
-            kill_there(node, pid)
+        for rank in range(len(self._pids)):
+            self._kill(rank)
         ray.util.remove_placement_group(self._group)
         if self._service is not None:
             # It waits for processes that do not say goodbye any more.  No daemon: jaxlib aborts a program that ends meanwhile.
