@@ -264,24 +264,40 @@ def test_sums_that_xla_cpu_makes_one_pay_one_after_the_other(waits: tuple[WaitCu
         assert step_seconds(module, cluster).communication_seconds == pytest.approx(predicted)
 
 
+def gathers_of(step: Callable[..., Any], primitive: str, count: int) -> tuple[list[str], list[str]]:
+    """Kinds of collectives, predicted and compiled, where so many operators leave rows and all others want all of them."""
+    mesh = Mesh(("data",), (8,))
+    traced = trace(step, (jax.ShapeDtypeStruct((16, 16), jnp.float32),), {})
+    graph = build_graph(traced.jaxpr, platform="cpu")
+    spread = [operator for operator in graph.operators if operator.primitive == primitive]
+    assert len(spread) == count
+    rows = Layout((("data",), ()))
+    strategies = {operator.id: Strategy((("data",), ())) for operator in spread}
+    homes = {value: rows for operator in spread for value in operator.results}
+    stage = Stage(mesh, homes, {}, strategies)
+    program = lower(graph, stage, output_layouts(graph, stage, ()))
+    cluster = eight_slow_devices()
+    predicted = [use.kind for use in collectives_of(program, cluster, run_costs(program, fuse(graph), cluster))]
+    compiled = Executor(program, traced.in_avals, frozenset(), jax.devices())
+    return predicted, [one.kind.value for one in collectives(parse_module(compiled.as_text()))]
+
+
 def test_equal_arrays_are_sent_once() -> None:
     """XLA computes once what stands twice in a program under other names, and gathers it once."""
 
     def step(x: jax.Array) -> tuple[jax.Array, ...]:
         return jnp.sin(x) @ x, x @ jnp.sin(x.reshape(256).reshape(16, 16))
 
-    mesh = Mesh(("data",), (8,))
-    traced = trace(step, (jax.ShapeDtypeStruct((16, 16), jnp.float32),), {})
-    graph = build_graph(traced.jaxpr, platform="cpu")
-    sines = [operator for operator in graph.operators if operator.primitive == "sin"]
-    rows = Layout((("data",), ()))
-    strategies = {sine.id: Strategy((("data",), ())) for sine in sines}
-    homes = {value: rows for sine in sines for value in sine.results}
-    stage = Stage(mesh, homes, {}, strategies)
-    program = lower(graph, stage, output_layouts(graph, stage, ()))
-    cluster = eight_slow_devices()
-    predicted = [use.kind for use in collectives_of(program, cluster, run_costs(program, fuse(graph), cluster))]
-    compiled = Executor(program, traced.in_avals, frozenset(), jax.devices())
-    gathered = collectives(parse_module(compiled.as_text()))
-    assert predicted == [one.kind.value for one in gathered] == ["all-gather"]
-    assert len(sines) == 2
+    predicted, compiled = gathers_of(step, "sin", 2)
+    assert predicted == compiled == ["all-gather"]
+
+
+@pytest.mark.parametrize("number", [0.0, 2.5])
+def test_one_number_everywhere_is_not_sent(number: float) -> None:
+    """It is written where it is wanted, as the zeros onto which gradients are scattered."""
+
+    def step(x: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(jnp.full((16, 16), number), x[:8], (0, 0))
+
+    predicted, compiled = gathers_of(step, "broadcast_in_dim", 1)
+    assert predicted == compiled == []

@@ -175,13 +175,16 @@ def led_by(arrays: Arrays, platform: Platform) -> Mapping[tuple[Buffer, int], tu
     return found
 
 
-def sent_before(arrays: Arrays) -> frozenset[tuple[Buffer, int]]:
-    """The moves (target of their reshard, number in it) that a compiler leaves out, having made an equal one before."""
+def left_out(arrays: Arrays) -> frozenset[tuple[Buffer, int]]:
+    """The moves (target of their reshard, number in it) that a compiler leaves out.
+
+    It has made an equal one before, or what they would bring is one number everywhere.
+    """
     found: set[tuple[Buffer, int]] = set()
     for level in levels(arrays):
         made: set[int] = set()
         for move, node in level.moves.items():
-            if node in made:
+            if node in made or level.nodes[node].is_number:
                 found.add(move)
             made.add(node)
     return frozenset(found)

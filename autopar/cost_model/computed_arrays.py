@@ -187,9 +187,8 @@ class ComputedArrays:
         node.unary = len(large) <= 1 or sum(other.size_bytes for other in given) <= node.size_bytes
         node.widens = operator.primitive in ("broadcast_in_dim", "iota")
         node.reshapes = node.form is Form.RENAME and any(other.shape != node.shape for other in given)
-        node.is_zero = (
-            operator.primitive == "broadcast_in_dim" and not given and is_zero_literal(operator.equation.invars[0])
-        )
+        node.is_number = operator.primitive == "broadcast_in_dim" and not given
+        node.is_zero = node.is_number and is_zero_literal(operator.equation.invars[0])
         node.is_zero |= operator.primitive == "square" and given[0].is_zero
         types = {nodes.dtype_of(value) for value in (*operator.operands, *operator.results) if value is not None}
         node.in_library = operator.primitive in LIBRARY_WORK and types <= LIBRARY_TYPES

@@ -23,6 +23,9 @@ FUSED_PIECES = 8
 """XLA:CPU computes as many operands, at most, within the kernel that puts them together."""
 
 
+_SENT_AS_IT_IS = frozenset((MoveKind.ALL_GATHER, MoveKind.ALL_TO_ALL))
+
+
 class MovedArrays:
     """Adds the nodes of changes of layout to a list."""
 
@@ -48,6 +51,8 @@ class MovedArrays:
         size, value = self._nodes.bytes_of(after), before.value
         shape = self._nodes.shape_of(before)
         tenant = Tenant.GATHERED if move.kind is MoveKind.ALL_GATHER else self._nodes.tenant_of(step.cause)
+        if self._nodes[node].is_number and move.kind in _SENT_AS_IT_IS:
+            return self._written(node, size, step)
         match move.kind:
             case MoveKind.SLICE | MoveKind.MASK:
                 return self._nodes.add(Form.CHEAP, (node,), size, self._nodes.tenant_of(step.cause), value, step.cause)
@@ -85,6 +90,15 @@ class MovedArrays:
             sent, node = node, self._nodes.relayout(node, ())
             self._turned[node] = sent
         return node
+
+    def _written(self, node: int, size: int, step: Reshard) -> int:
+        """A number that stands everywhere, where it is wanted."""
+        written = self._nodes.add(
+            Form.CHEAP, (), size, self._nodes.tenant_of(step.cause), step.source.value, step.cause
+        )
+        self._nodes[written].widens = self._nodes[written].is_number = True
+        self._nodes[written].is_zero = self._nodes[node].is_zero
+        return written
 
     def _put_together(self, node: int, pieces: tuple[int, ...]) -> int:
         """An array in which its pieces, each with a buffer, stand one after the other."""

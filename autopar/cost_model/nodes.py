@@ -62,6 +62,8 @@ class Node:
     reshapes: bool = False
     """Of a change of name: whether the bytes have another shape afterwards."""
     is_zero: bool = False
+    is_number: bool = False
+    """Whether one literal number stands everywhere: no compiler sends it, it is written where it is wanted."""
     is_made_anew: bool = False
     """Whether XLA:CPU puts another operation in its place, which queues up behind all others that wait for the same."""
     is_drawn: bool = False

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from autopar.cluster import Cluster, Mesh
 from autopar.cost_model.arrays import arrays_of
 from autopar.cost_model.collectives import Collective, collective_seconds, wire_bytes
-from autopar.cost_model.combine import led_by, levels, sent_before
+from autopar.cost_model.combine import led_by, left_out, levels
 from autopar.cost_model.hosted import host_seconds
 from autopar.cost_model.kernels import Kernel, kernel_cost
 from autopar.cost_model.new_memory import new_memory_seconds
@@ -166,7 +166,7 @@ def _sent(
     leader = led_by(arrays, platform)
     # A combined collective starts when its last operand is there.
     last = {first: move for move, first in leader.items()}
-    repeated = sent_before(arrays)
+    unsent = left_out(arrays)
     for step, trips in program.all_steps():
         if isinstance(step, Run):
             waits.work(step, trips)
@@ -177,7 +177,7 @@ def _sent(
         sent_bytes = math.prod(value.shape) * wire_itemsize_bytes(value, cluster.device.platform)
         for place, move in enumerate(step.moves):
             this = step.target, place
-            if (kind := COLLECTIVE_OF_MOVE.get(move.kind)) is not None and this not in repeated:
+            if (kind := COLLECTIVE_OF_MOVE.get(move.kind)) is not None and this not in unsent:
                 full = collective_bytes(move, layout, sent_bytes, mesh)
                 first = leader.get(this, this)
                 joins = first != this
