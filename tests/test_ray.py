@@ -219,9 +219,11 @@ def driver(tmp_path: Path, more: str) -> Any:
     script.write_text(
         textwrap.dedent(
             """
-            import time, autopar
+            import signal, time, autopar
             from functools import partial
             from tests.ray_cases import batch_of, create, train_step
+            # As in a terminal: a shell has what it starts in the background ignore it, and what that starts.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             cluster = autopar.Cluster.ray("auto", hosts=2, devices_per_host=1)
             step = autopar.parallelize(train_step, cluster=cluster)
             state = step.init(partial(create, 0), batch_of(0))

@@ -108,7 +108,7 @@ def solve_wide(
     found = passing.incumbent
     if not is_settled:
         found = _better(found, _solve_part(passing.model, passing.possible(), solve))
-    return None if found is None else _renumbered(found, order)
+    return None if found is None else _of(model, found, order)
 
 
 def _settle(passing: _Passing, gap_at_last: float, until_seconds: float) -> bool:
@@ -139,11 +139,13 @@ def _settle(passing: _Passing, gap_at_last: float, until_seconds: float) -> bool
     return passing.is_settled or passing.is_late(until_seconds)
 
 
-def _renumbered(found: Solution, order: Sequence[int]) -> Solution:
+def _of(model: Model, found: Solution, order: Sequence[int]) -> Solution:
+    """What was found with the nodes in that order, as a solution of the model: it adds up its costs in its own."""
     options = [0] * len(order)
     for node, option in zip(order, found.options, strict=True):
         options[node] = option
-    return replace(found, options=tuple(options))
+    cost = model.cost(options)
+    return replace(found, options=tuple(options), cost=cost, bound=min(cost, found.bound))
 
 
 def _better(incumbent: Solution | None, of_possible: Solution | None) -> Solution | None:
