@@ -106,7 +106,10 @@ class _Tracer:
         self._equal[number] = equally
 
     def _rename(self, number: int, node: Node) -> None:
-        """Another shape of the same bytes; after a loop or a barrier, another name that waits for it."""
+        """Another shape of the same bytes; after a loop or a barrier, another name that waits for it.
+
+        In memory of its own the cheap work below it is done once more, in its shape.
+        """
         source, *others = node.inputs
         if self._places[number] is Place.MEMORY and self._inside[source] != {source}:
             self.kernels.owner[number], self.kernels.reads[number] = number, self._inside[source]

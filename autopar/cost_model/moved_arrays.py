@@ -24,6 +24,7 @@ FUSED_PIECES = 8
 
 
 _SENT_AS_IT_IS = frozenset((MoveKind.ALL_GATHER, MoveKind.ALL_TO_ALL))
+"""Moves of an array that add nothing up."""
 
 
 class MovedArrays:

@@ -84,8 +84,8 @@ def places_of(arrays: Arrays, library: Mapping[int, int], *, on_cpu: bool) -> li
             kept = node.form not in FUSED or bool(needed[number]) or number in whole
             kept = kept or (node.form is Form.COSTLY and kernel_of[number] == _SEVERAL_KERNELS)
             places[number] = Place.MEMORY if kept else Place.REGISTERS
-            is_made_again = kept and node.form is Form.CHEAP and node.unary and inside[number]
-            kernel = _SEVERAL_KERNELS if is_made_again else number if kept else kernel_of[number]
+            is_made_again = node.form is Form.CHEAP and node.unary and inside[number]
+            kernel = kernel_of[number] if not kept else _SEVERAL_KERNELS if is_made_again else number
             reads_memory = node.form in READ_BUFFERS or (node.form is Form.REDUCE and on_cpu and not node.is_short)
             for i in dict.fromkeys(node.inputs):
                 uses[i] += 1
