@@ -22,7 +22,6 @@ from autopar.schedule.spmd import Buffer, Reshard
 FUSED_PIECES = 8
 """XLA:CPU computes as many operands, at most, within the kernel that puts them together."""
 
-
 _SENT_AS_IT_IS = frozenset((MoveKind.ALL_GATHER, MoveKind.ALL_TO_ALL))
 """Moves of an array that add nothing up."""
 

@@ -321,10 +321,12 @@ class MeshWorld:
 
         refs = [actor.pulse.options(concurrency_group=CONTROL).remote() for actor in self.actors]
         _, silent = ray.wait(refs, num_returns=len(refs), timeout=SILENT_SECONDS)
-        for rank, (name, ref) in enumerate(zip(self.host_names, refs, strict=True)):
+        for rank, ref in enumerate(refs):
+            if ref in silent:
+                self._kill(rank)  # who waits for what a stopped process was to send would never come to rest
+        for name, ref in zip(self.host_names, refs, strict=True):
             if ref in silent:
                 self.lose()
-                self._kill(rank)  # who waits for what a stopped process was to send would never come to rest
                 raise WorkerError(
                     f"{name} has not answered for {SILENT_SECONDS:g} s: it is stopped, or its network is cut"
                 )
