@@ -4,7 +4,16 @@ from autopar.api import parallelize
 from autopar.checkpoints import Checkpoints, Restored
 from autopar.cluster import Cluster
 from autopar.compiled import Compiled
-from autopar.errors import AutoparError, CheckpointError, ClusterError, PlanError, TraceError, WorkerError
+from autopar.errors import (
+    AutoparError,
+    CheckpointError,
+    ClusterError,
+    DataError,
+    OutOfMemoryError,
+    PlanError,
+    TraceError,
+    WorkerError,
+)
 from autopar.explain import Explanation, explain
 from autopar.explain.verification import Verification
 from autopar.parallelized import Parallelized
@@ -26,10 +35,12 @@ __all__ = [
     "Cluster",
     "ClusterError",
     "Compiled",
+    "DataError",
     "DistributedArray",
     "Explanation",
     "HostData",
     "Order",
+    "OutOfMemoryError",
     "Parallelized",
     "Plan",
     "PlanError",

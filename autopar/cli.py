@@ -343,7 +343,7 @@ def _status(given: argparse.Namespace) -> int:
     from rich.table import Table
 
     from autopar.ray_hosts import connect
-    from autopar.runtime.fleet import statuses
+    from autopar.runtime.processes import statuses
 
     connect(given.address, None, 1)
     rows = statuses()

@@ -47,8 +47,16 @@ class CheckpointError(AutoparError):
     """A checkpoint cannot be written or read, or is one of another state."""
 
 
+class DataError(AutoparError):
+    """The user's function that reads batches raised, or cannot be sent to the hosts."""
+
+
 class WorkerError(AutoparError):
     """A process on another host died, hangs, or raised."""
+
+
+class OutOfMemoryError(WorkerError):
+    """A step needs more memory than the devices of another host have; trying again would end in the same way."""
 
 
 class InternalError(AutoparError):

@@ -44,6 +44,9 @@ from autopar.errors import ClusterError
 from autopar.looped_convolutions import LoopedConvolutions
 from autopar.products import DeepCurve, Product, ProductCurve, ProductPrices, UseCurve
 
+_PROCESSORS = "cpu"
+"""JAX's name of the platform whose libraries are XLA:CPU's."""
+
 _STAND_INS = {
     ConvolutionFamily.LARGE_POINT: ConvolutionFamily.LARGE_MANY_FEATURES,
     ConvolutionFamily.SMALL_DILATED: ConvolutionFamily.DILATED,
@@ -298,7 +301,9 @@ class Profile:
         curve = self._convolutions.get((dtype, family)) or self._convolutions.get(
             (dtype, _STAND_INS.get(family, family))
         )
-        return None if curve is None else curve.at(flops * shape.filling)
+        if curve is None:
+            return None
+        return curve.at(flops * (shape.filling_on_processors if self.platform == _PROCESSORS else shape.filling))
 
     @cached_property
     def _convolutions(self) -> dict[tuple[str, ConvolutionFamily], Curve]:

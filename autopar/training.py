@@ -23,7 +23,7 @@ import numpy as np
 
 from autopar.checkpoints import Checkpoints
 from autopar.cluster import Cluster
-from autopar.errors import CheckpointError, ClusterError, WorkerError
+from autopar.errors import CheckpointError, ClusterError, OutOfMemoryError, WorkerError
 from autopar.parallelized import Parallelized
 from autopar.runtime.remote import RemoteExecutor
 from autopar.runtime.replicas import Replicas, Rescued, lies_on_meshes
@@ -265,6 +265,8 @@ class Run:
         return last.executor if last is not None and isinstance(last.executor, RemoteExecutor) else None
 
     def _count(self, error: WorkerError) -> None:
+        if isinstance(error, OutOfMemoryError):
+            raise error
         self.restarts.append(str(error))
         _log.warning("%s", error)
         if len(self.restarts) > self._recovery.max_restarts:

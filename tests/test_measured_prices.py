@@ -177,6 +177,22 @@ def test_pieces_of_few_features_are_priced_as_if_they_filled_vectors() -> None:
     assert profile.convolution_seconds(1e7, replace(wide, result_features=2), "float32") == curve.at(8e7)
 
 
+def test_gradients_of_weights_over_few_images_take_processors_as_long_as_over_many() -> None:
+    """Those of few features; accelerators add the images up like all else."""
+    curve = Curve(((1e6, 1e-3), (1e9, 1.0)))
+    family = ConvolutionFamily.LARGE_FEW_FEATURES
+    on_cpu = profile_of(convolutions=(ConvolutionCurve("float32", family, curve),))
+    shape = ConvolutionShape(1024, 1024, 9, image_features=16, result_features=16, is_dilated=False)
+    for images, filling in ((16, 1), (8, 1.5), (4, 2.5), (1, 8.5)):
+        few = replace(shape, image_features=images)
+        assert few.family is family
+        assert on_cpu.convolution_seconds(1e7, few, "float32") == curve.at(filling * 1e7)
+        on_gpu = replace(on_cpu, platform="gpu")
+        assert on_gpu.convolution_seconds(1e7, few, "float32") == curve.at(1e7)
+    wide = replace(shape, image_features=2, result_features=64)
+    assert wide.filling_on_processors == wide.filling == 1
+
+
 def test_families_that_an_older_profile_lacks_take_the_curves_of_their_likes() -> None:
     likes = {
         ConvolutionFamily.LARGE_POINT: ConvolutionFamily.LARGE_MANY_FEATURES,

@@ -29,7 +29,7 @@ from autopar.runtime.cupy_nccl import CupyNccl, nccl_lack
 from autopar.runtime.exchange import chosen
 from autopar.runtime.executor import partition_spec
 from autopar.runtime.interpreter import Interpreter
-from autopar.runtime.introductions import introduced, is_over
+from autopar.runtime.introductions import introduced
 from autopar.runtime.mesh_host import MeshHost
 from autopar.runtime.messages import Where
 from autopar.runtime.nccl import NcclPeers, NcclTransport, Pair, Station
@@ -464,12 +464,9 @@ def test_neighbours_are_introduced_once(monkeypatch: pytest.MonkeyPatch) -> None
     fleet.epoch = 6  # a world of another program was started
     two = [told(0, (0,), ()), told(1, (), (0,))]
     assert introduced(fleet, worlds[:2], two, Platform.CUDA) == NcclPeers((peers.pairs[0],), 6)
-    assert not is_over(peers, fleet)
     fleet.meetings.clear()  # something failed
-    assert is_over(peers, fleet)
     again = introduced(fleet, worlds, MESHES, Platform.CUDA)
     assert [pair.name for pair in again.pairs] == [(2,), (3,)]
-    assert is_over(peers, fleet) and not is_over(again, fleet)
 
 
 def test_a_host_without_nccl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -478,6 +475,5 @@ def test_a_host_without_nccl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     worlds: Any = [World(0, names), World(1, names, "cupy finds no NCCL"), World(2, names)]
     pulls = introduced(driver(MeshTransport.AUTO), worlds, MESHES, Platform.CUDA)
     assert isinstance(pulls, PullPeers)
-    assert not is_over(pulls, driver(MeshTransport.AUTO))
     with pytest.raises(ClusterError, match="on mesh 2, host 2 cupy finds no NCCL"):
         introduced(driver(MeshTransport.NCCL), worlds, MESHES, Platform.CUDA)

@@ -133,6 +133,33 @@ def test_donated_state_is_refused_and_the_next_one_works(cluster: autopar.Cluste
     step(second, batch_of(1))
 
 
+def open_to_all(pid: int) -> int:
+    """How many sockets of a process listen on every interface of its host."""
+    sockets = [one for one in psutil.Process(pid).net_connections("inet") if one.status == psutil.CONN_LISTEN]
+    return sum(one.laddr.ip in ("0.0.0.0", "::") for one in sockets)
+
+
+def test_nothing_of_ours_listens_on_all_interfaces(cluster: autopar.Cluster) -> None:
+    """A process of ours has as many such sockets as any of Ray's, for Ray opens some; the driver serves coordinators."""
+    import ray
+
+    step = autopar.parallelize(train_step, cluster=cluster, **PLANS["stages across hosts"])
+    float(step(create(0), batch_of(0))[1]["loss"])
+
+    class Bare:
+        """An actor of nobody's."""
+
+        def pid(self) -> int:
+            return os.getpid()
+
+    bare = ray.remote(Bare).remote()
+    of_ray = open_to_all(ray.get(bare.pid.remote()))
+    ray.kill(bare)
+    assert {open_to_all(pid) for pid in [os.getpid(), *workers_of(step)]} <= set(range(of_ray + 1))
+    own = [one.laddr.ip for one in psutil.Process(workers_of(step)[0]).net_connections("inet")]
+    assert cluster.runs_on.nodes[0].address in own, "the server of transfers"
+
+
 @pytest.mark.verify
 def test_memory_of_workers_stays_flat(cluster: autopar.Cluster) -> None:
     step = autopar.parallelize(train_step, cluster=cluster, **WHOLE)

@@ -24,16 +24,16 @@ import numpy as np
 
 from autopar import _compat
 from autopar.cluster import Mesh, Platform
-from autopar.errors import ClusterError, InternalError, WorkerError
+from autopar.errors import AutoparError, ClusterError, DataError, InternalError, WorkerError
 from autopar.ray_hosts import RayHosts
 from autopar.runtime.distributed_array import RemoteArray
-from autopar.runtime.host_data import HostLeaf
+from autopar.runtime.host_data import HostData, HostLeaf
 from autopar.runtime.messages import HostPieces, HostRows, HostStatus, Where, World
 from autopar.runtime.nccl import UniqueId
 from autopar.runtime.processes import (
     ASIDE,
     CONTROL,
-    NAMESPACE,
+    await_ends,
     await_group,
     environment_of,
     free_port,
@@ -70,8 +70,12 @@ class Fleet:
         self.numbers = itertools.count()
         self.meetings: dict[tuple[MeshWorld, MeshWorld], UniqueId] = {}
         """Names of the communicators between meshes, until something fails."""
+        self.endings: list[Any] = []
+        """Tasks that end processes."""
         self._worlds: dict[tuple[int, ...], MeshWorld] = {}
         self._under_way: set[Any] = set()
+        self.rests = 0
+        """So often all meshes came to rest; programs that were connected before are to be connected anew."""
         self._is_hurt = False  # something has failed, and meshes may wait for each other since
 
     def worlds(self, wanted: Sequence[tuple[int, ...]], backend: Platform) -> list[MeshWorld]:
@@ -125,7 +129,7 @@ class Fleet:
 
         try:
             return collected(refs, limit_seconds, what, pulse)
-        except WorkerError:
+        except AutoparError:  # whatever a process raised: others may wait for its part of a step
             self.hurt()
             raise
 
@@ -136,6 +140,11 @@ class Fleet:
     def hurt(self) -> None:
         """Something has failed: before anything new begins, all meshes must come to rest."""
         self._is_hurt = True
+
+    @property
+    def is_hurt(self) -> bool:
+        """Whether meshes may wait for what has failed, until they are mended."""
+        return self._is_hurt
 
     def check_pulse(self) -> None:
         """Raise ``WorkerError`` naming a process that is dead or silent, or a step that has failed."""
@@ -166,6 +175,7 @@ class Fleet:
             except WorkerError:
                 world.lose()
         self.epoch += 1
+        self.rests += 1
         self.meetings.clear()
         self._under_way.clear()
 
@@ -186,6 +196,8 @@ class Fleet:
         for world in self._worlds.values():
             world.close()
         self._worlds.clear()
+        await_ends(self.endings)
+        self.endings.clear()
 
 
 class MeshWorld:
@@ -351,7 +363,7 @@ class MeshWorld:
     def _kill(self, rank: int) -> None:
         """End a process, if it has told its number already; it need not hear of it."""
         if rank < len(self._pids):
-            kill_there(self._nodes[rank], self._pids[rank])
+            self._fleet.endings.append(kill_there(self._nodes[rank], self._pids[rank]))
 
     def close(self) -> None:
         """Stop the processes and free what they were given."""
@@ -395,11 +407,25 @@ class MeshWorld:
             found.append(HostPieces(shape, ordered, key_impl))
         return found
 
+    def _send_reader(self, data: HostData) -> None:
+        """Raises ``DataError`` if it cannot go to the hosts, or does not find there what it needs."""
+        from ray import cloudpickle
+
+        try:
+            pickled = cloudpickle.dumps(data.read)
+        except Exception as error:  # whatever what it holds on to raises
+            raise DataError(
+                f"the function of autopar.HostData cannot be sent to the hosts: {first_line(error)}; "
+                "let it open and make what it needs when it is called"
+            ) from error
+        refs = self.call("take_reader", data.token, pickled, data.num_leaves)
+        self.collected(refs, self.limit_seconds, f"{self.name} to take the function that reads batches")
+        self._readers.add(data.token)
+
     def rows(self, leaf: HostLeaf, row: int, where: Where) -> list[HostRows]:
         """What each process reads of a leaf; ``row`` is the number of the microbatch, or -1 for the whole leaf."""
         if leaf.data.token not in self._readers:
-            self._readers.add(leaf.data.token)
-            self.call("take_reader", leaf.data.token, leaf.data.read, leaf.data.num_leaves)
+            self._send_reader(leaf.data)
         shape = leaf.shape if row < 0 else leaf.shape[1:]
         placement = where.placement(len(shape))
         of_device = {
@@ -457,25 +483,6 @@ class MeshWorld:
         while self._released:
             found.append(self._released.popleft())
         return tuple(found)
-
-
-def statuses() -> list[tuple[str, HostStatus]]:
-    """How the processes of all runs on the Ray cluster are that this process is connected to, each with its run."""
-    import ray
-
-    refs: dict[Any, str] = {}
-    for one in ray.util.list_named_actors(all_namespaces=True):
-        if one["namespace"] == NAMESPACE:
-            actor = ray.get_actor(one["name"], namespace=NAMESPACE)
-            refs[actor.status.options(concurrency_group=CONTROL).remote()] = one["name"].split(".")[0]
-    ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=SILENT_SECONDS) if refs else ([], [])
-    found = []
-    for ref in ready:
-        try:
-            found.append((refs[ref], ray.get(ref)))
-        except ray.exceptions.RayError:
-            continue
-    return sorted(found, key=lambda pair: (pair[0], pair[1].name))
 
 
 def started_fleet(hosts: RayHosts) -> Fleet:

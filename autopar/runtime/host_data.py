@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax import tree_util
 
-from autopar.errors import TraceError
+from autopar.errors import DataError, TraceError
 from autopar.runtime.messages import RowsPart
 
 Reader = Callable[[int, slice], Any]
@@ -117,8 +117,8 @@ class HostData:
         return map(self.__getitem__, itertools.count(step))
 
     def leaves_of(self, step: int, rows: slice) -> list[np.ndarray[Any, Any]]:
-        """What the user's function gives; raises ``TraceError`` where it is not what the example was."""
-        return checked_rows(self.read(step, rows), len(self._avals), rows)
+        """What the user's function gives; raises as :func:`rows_read`."""
+        return rows_read(self.read, len(self._avals), step, rows)
 
 
 def joined(part: RowsPart, rows: Callable[[int, int], np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
@@ -127,8 +127,18 @@ def joined(part: RowsPart, rows: Callable[[int, int], np.ndarray[Any, Any]]) -> 
     return found[(slice(None), *(slice(*ends) for ends in part.rest))].reshape(part.shape)
 
 
-def checked_rows(given: Any, count: int, rows: slice) -> list[np.ndarray[Any, Any]]:
-    """The leaves that a reader gave for some rows; raises ``TraceError`` if they are others than were asked for."""
+def rows_read(read: Reader, count: int, step: int, rows: slice) -> list[np.ndarray[Any, Any]]:
+    """The leaves, ``count`` of them, that a reader of the user's gives for some rows.
+
+    Raises ``DataError`` where it raises, with its file and line; ``TraceError`` if they are others than were asked for.
+    """
+    try:
+        given = read(step, rows)
+    except Exception as error:
+        raise DataError(
+            f"read(step={step}, rows={rows.start}:{rows.stop}) of autopar.HostData raised {type(error).__name__}: "
+            f"{error}{_where(error)}"
+        ) from error
     leaves = [np.asarray(leaf) for leaf in tree_util.tree_leaves(given)]
     if len(leaves) != count or any(leaf.shape[:1] != (rows.stop - rows.start,) for leaf in leaves):
         raise TraceError(
@@ -136,3 +146,9 @@ def checked_rows(given: Any, count: int, rows: slice) -> list[np.ndarray[Any, An
             f"{rows.stop - rows.start} rows each, as in the example"
         )
     return leaves
+
+
+def _where(error: Exception) -> str:
+    """The line of the reader itself, which is the user's, whatever it calls."""
+    below = error.__traceback__.tb_next if error.__traceback__ is not None else None
+    return "" if below is None else f" ({below.tb_frame.f_code.co_filename}:{below.tb_lineno})"

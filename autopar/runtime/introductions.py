@@ -46,14 +46,6 @@ def neighbours(meshes: Sequence[MeshShipment]) -> list[tuple[int, int]]:
     return sorted({(min(pair), max(pair)) for pair in ends})
 
 
-def is_over(peers: Peers | None, fleet: Fleet) -> bool:
-    """Whether communicators of a program were given up, as all are when anything has failed; pulls need no more than peers."""
-    if not isinstance(peers, NcclPeers):
-        return False
-    names = set(fleet.meetings.values())
-    return any(pair.name not in names for pair in peers.pairs)
-
-
 def _lacks(worlds: Sequence[MeshWorld]) -> list[str]:
     """Which processes have no NCCL, and why."""
     asked = [(world, world.call("nccl_lack")) for world in worlds]

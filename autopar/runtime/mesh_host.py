@@ -243,11 +243,20 @@ class MeshHost:
         mesh = self._jax_mesh(where.mesh, where.devices, tuple(sorted(where.devices)))
         (self._arrays[number],) = arrays_of([(pieces, stored_sharding(where.layout, mesh))])
 
-    def take_reader(self, token: int, read: Any, leaves: int) -> None:
-        """Take a function of the user's that reads rows of batches."""
+    def take_reader(self, token: int, pickled: bytes, leaves: int) -> None:
+        """Take a function of the user's that reads rows of batches, from the driver and from nobody else."""
+        from ray import cloudpickle
+
+        from autopar.errors import DataError
         from autopar.runtime.row_reader import RowReader
 
-        self._readers[token] = RowReader(read, leaves)
+        try:
+            self._readers[token] = RowReader(cloudpickle.loads(pickled), leaves)
+        except Exception as error:  # whatever its modules raise when they are imported
+            raise DataError(
+                f"the function of autopar.HostData does not find on {self._name} what it needs: {type(error).__name__}: {error}; "
+                "install it there, or put the function into the script itself"
+            ) from error
 
     def _read_rows(self, wanted: Any) -> Any:
         from autopar.runtime.messages import HostPieces

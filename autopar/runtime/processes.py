@@ -1,7 +1,8 @@
-"""How the processes of a mesh are started on the nodes of a Ray cluster, and how they are ended."""
+"""How the processes of a mesh are started on the nodes of a Ray cluster, found there by other programs, and ended."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import socket
@@ -20,8 +21,8 @@ from autopar.errors import ClusterError, WorkerError
 from autopar.host_memory import variables
 from autopar.ray_hosts import RayHosts, RayNode
 from autopar.runtime.mesh_host import MeshHost
-from autopar.runtime.messages import Versions
-from autopar.runtime.waiting import PULSE_SECONDS, STARTING_SECONDS
+from autopar.runtime.messages import HostStatus, Versions
+from autopar.runtime.waiting import PULSE_SECONDS, SILENT_SECONDS, STARTING_SECONDS
 
 NAMESPACE = "autopar"
 """Of the names of our actors in Ray."""
@@ -29,16 +30,36 @@ NAMESPACE = "autopar"
 CONTROL, ASIDE = "control", "aside"
 """Groups of calls that do not wait for the steps of a process."""
 
+ENDING_SECONDS = 5.0
+"""So long the end of processes is waited for."""
+
 _TINY = 1e-3  # share of a node's resource that pins a bundle to it
 
 
-def kill_there(node: RayNode, pid: int) -> None:
-    """Kill a process on its node: Ray asks it to end itself, and one that is stopped does not hear that."""
+def kill_there(node: RayNode, pid: int) -> Any:
+    """Kill a process on its node: Ray asks it to end itself, and one that is stopped does not hear that.
+
+    Returns the reference of the task that does it, for :func:`await_ends`.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     strategy = NodeAffinitySchedulingStrategy(node_id=node.node_id, soft=False)
-    ray.remote(_kill).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy).remote(pid, MeshHost.__name__)
+    task: Any = ray.remote(_kill).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+    return task.remote(pid, MeshHost.__name__)
+
+
+def await_ends(refs: Sequence[Any]) -> None:
+    """Wait for tasks of :func:`kill_there`; that they fail is well, for then their node is gone.
+
+    Who lets go of such a task and ends has Ray say that a worker died unexpectedly.
+    """
+    import ray
+
+    ended, _ = ray.wait(list(refs), num_returns=len(refs), timeout=ENDING_SECONDS) if refs else ([], [])
+    for ref in ended:
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get(ref)
 
 
 def _kill(pid: int, of_actor: str) -> None:
@@ -51,6 +72,25 @@ def _kill(pid: int, of_actor: str) -> None:
             process.kill()
     except psutil.NoSuchProcess:
         return
+
+
+def statuses() -> list[tuple[str, HostStatus]]:
+    """How the processes of all runs on the Ray cluster are that this process is connected to, each with its run."""
+    import ray
+
+    refs: dict[Any, str] = {}
+    for one in ray.util.list_named_actors(all_namespaces=True):
+        if one["namespace"] == NAMESPACE:
+            actor = ray.get_actor(one["name"], namespace=NAMESPACE)
+            refs[actor.status.options(concurrency_group=CONTROL).remote()] = one["name"].split(".")[0]
+    ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=SILENT_SECONDS) if refs else ([], [])
+    found = []
+    for ref in ready:
+        try:
+            found.append((refs[ref], ray.get(ref)))
+        except ray.exceptions.RayError:
+            continue
+    return sorted(found, key=lambda pair: (pair[0], pair[1].name))
 
 
 def placement_group(nodes: Sequence[RayNode], devices: int, backend: Platform) -> Any:

@@ -15,13 +15,13 @@ from typing import Any
 import jax
 
 from autopar.cluster import Platform
-from autopar.errors import WorkerError
+from autopar.errors import AutoparError, OutOfMemoryError, WorkerError
 from autopar.runtime.distributed_array import RemoteArray
 from autopar.runtime.exchange import Peers
 from autopar.runtime.fleet import Fleet, MeshWorld
 from autopar.runtime.host_data import HostLeaf
 from autopar.runtime.interpreter import Key
-from autopar.runtime.introductions import introduced, is_over
+from autopar.runtime.introductions import introduced
 from autopar.runtime.messages import HostPieces, HostRows, ProgramMemory, StepOrder, StepReport, Where
 from autopar.runtime.on_devices import as_numpy
 from autopar.runtime.shipment import Entry, Output, Shipments
@@ -71,6 +71,7 @@ class RemoteExecutor:
         self._pending: deque[_Pending] = deque()
         self._slowest_seconds = 0.0
         self._measured = 0
+        self._rests = 0  # of the fleet, when the processes were last connected
         self._peers: Peers | None = None
         self.worlds: list[MeshWorld] = []
         self._rows: list[list[Where]] = [
@@ -100,16 +101,23 @@ class RemoteExecutor:
         ]
         try:
             collected(refs, COMPILING_SECONDS, "the meshes to compile")
-        except WorkerError:
+        except AutoparError:
             self._fleet.hurt()  # others may wait for the one that failed, to connect
             raise
         self._pending.clear()
+        self._rests = self._fleet.rests
         self._slowest_seconds, self._measured = 0.0, 0
         self._expect()
 
     def _expect(self) -> None:
         for world, digest in zip(self.worlds, self._digests, strict=True):
             world.expect(digest, self._limit_seconds())
+
+    @property
+    def _must_connect(self) -> bool:
+        """Whether anything has failed since, or what it runs on was closed."""
+        is_old = self._fleet.is_hurt or self._rests != self._fleet.rests
+        return is_old or any(world.is_lost for world in self.worlds)
 
     @property
     def fleet(self) -> Fleet:
@@ -123,8 +131,8 @@ class RemoteExecutor:
 
         Raises ``WorkerError`` if a process died or hangs: in this step, or in one before it.
         """
-        if any(world.is_lost for world in self.worlds) or is_over(self._peers, self._fleet):
-            self.connect()  # after a failure; what lay there is gone, and other arrays may come in its place
+        if self._must_connect:
+            self.connect()  # what lay there is gone, and other arrays may come in its place
         while len(self._pending) >= RUN_AHEAD:
             self._collect_oldest()
         step = next(self._fleet.numbers)
@@ -161,6 +169,8 @@ class RemoteExecutor:
         reports: list[StepReport]
         try:
             reports = self._fleet.collected(pending.refs, self._limit_seconds(), f"step {pending.step}")
+        except OutOfMemoryError:
+            raise
         except WorkerError as error:
             raise WorkerError(f"{error}{self._suspects()}") from error
         self._pending.popleft()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.runtime.host_data import checked_rows, joined
+from autopar.runtime.host_data import joined, rows_read
 from autopar.runtime.messages import RowsPart
 
 Range = tuple[int, int]
@@ -38,7 +38,5 @@ class RowReader:
     def _begun(self, step: int, wanted: Range) -> Future[list[np.ndarray[Any, Any]]]:
         if (step, wanted) not in self._known:
             rows = slice(*wanted)
-            self._known[step, wanted] = self._thread.submit(
-                lambda: checked_rows(self._read(step, rows), self._leaves, rows)
-            )
+            self._known[step, wanted] = self._thread.submit(lambda: rows_read(self._read, self._leaves, step, rows))
         return self._known[step, wanted]

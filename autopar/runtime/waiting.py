@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from autopar.errors import AutoparError, WorkerError
+from autopar.errors import AutoparError, OutOfMemoryError, WorkerError
 
 STARTING_SECONDS = 120.0
 """So long the processes of a mesh may take to start and to meet."""
@@ -56,7 +56,12 @@ def checked(ref: Any, what: str) -> None:
         cause = error.cause
         if isinstance(cause, AutoparError):
             raise cause from error
-        raise WorkerError(f"while waiting for {what}: {type(cause).__name__}: {cause}{_advice(str(cause))}") from error
+        said = f"while waiting for {what}: {type(cause).__name__}: {cause}"
+        if "RESOURCE_EXHAUSTED" in said or "Out of memory" in said:
+            raise OutOfMemoryError(
+                f"{said}. The devices have too little memory: plan with memory_per_device=..., or more microbatches"
+            ) from error
+        raise WorkerError(said) from error
     except ray.exceptions.RayError as error:
         raise WorkerError(f"while waiting for {what}: a process is gone ({first_line(error)})") from error
 
@@ -64,9 +69,3 @@ def checked(ref: Any, what: str) -> None:
 def first_line(error: BaseException) -> str:
     """Kind and first line of an error of Ray's, which are long."""
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-
-
-def _advice(text: str) -> str:
-    if "RESOURCE_EXHAUSTED" in text or "Out of memory" in text:
-        return ". Its devices have too little memory: plan with memory_per_device=..., or more microbatches"
-    return ""
