@@ -10,8 +10,9 @@ links, which have the rate that is asked for, and collectives that span hosts.
     plain jit, data    ``jax.jit`` with ``NamedSharding`` in one ``jax.distributed`` world, nothing of ours: data parallel
     plain jit, full    the same with every leaf of the state cut over all devices
 
-A step's seconds are those from loss to loss; the median counts.  Of methods that find the same plan one is run.  tau and regret
-as in :mod:`benchmarks.ranking`, over autopar's plans.
+A step's seconds are those from loss to loss; the median counts.  Autopar's plans take turns, so that a machine that drifts does
+so under all of them.  Of methods that find the same plan one is run.  tau and regret as in :mod:`benchmarks.ranking`, over
+autopar's plans.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from benchmarks.ranking import tau_text, verdict
 METHODS = ("auto", "data_parallel", "zero2", "zero3", "tensor_parallel", "inter_op")
 PLAIN = {"data": "plain jit, data", "full": "plain jit, full"}
 WARM_STEPS = 3
+TURNS = 2
 WORST_WANTED, PLAIN_WANTED = 1.05, 2.0
 
 
@@ -88,17 +90,19 @@ def drive(hosts: Hosts, model_name: str, figures: Figures, steps: int) -> list[R
                 alike.append([])
                 known += alike
             alike[0].append((mbit, method, plan))
+    running: list[tuple[Running, list[tuple[int, str, Plan]]]] = []
+    set_rates(hosts, max(figures.rates))
     for same in known:
-        plan = same[0][2]
-        own_rates = list(dict.fromkeys(mbit for mbit, _, _ in same))
-        cluster = described(found, figures, own_rates[0])
+        mbit, _, plan = same[0]
         try:
-            clocks, losses = timed(model, cluster, plan, hosts, own_rates, steps)
+            running.append((Running(model, described(found, figures, mbit), plan), same))
         except AutoparError as error:
             print(f"{plan.summary()}: {error}", flush=True)
-            continue
+    clocks = timed(running, hosts, figures.rates, steps)
+    for one, same in running:
         for mbit, method, own in same:
-            row = Row(model_name, mbit, method, _short(plan), own.step_seconds, clocks[mbit], losses[mbit])
+            seconds = statistics.median(clocks[one, mbit])
+            row = Row(model_name, mbit, method, _short(own), own.step_seconds, seconds, one.last_loss)
             print(row, flush=True)
             rows.append(row)
     found.close()
@@ -118,33 +122,47 @@ def _short(plan: Plan) -> str:
     return f"{meshes}, N={plan.num_microbatches}, {plan.schedule.value}"
 
 
-def timed(
-    model: Any, cluster: Cluster, plan: Plan, hosts: Hosts, rates: Sequence[int], steps: int
-) -> tuple[dict[int, float], dict[int, float]]:
-    """Median seconds of a step, and the last loss, by rate."""
-    import autopar
+class Running:
+    """Owns a state that is trained by one plan."""
 
-    set_rates(hosts, max(rates))
-    step = autopar.parallelize(model.train_step, cluster=cluster)
-    step.use(plan)
-    started = time.monotonic()
-    batch = model.make_batch(model.batch_size)
-    state = step.init(model.make_state, model.abstract_batch())
-    clocks, losses = {}, {}
-    for mbit in rates:
-        set_rates(hosts, mbit)
-        times, last = [], 0.0
-        for number in range(WARM_STEPS + steps):
+    def __init__(self, model: Any, cluster: Cluster, plan: Plan) -> None:
+        """Compiled, and warm."""
+        import autopar
+
+        started = time.monotonic()
+        self._step = autopar.parallelize(model.train_step, cluster=cluster)
+        self._step.use(plan)
+        self._batch = model.make_batch(model.batch_size)
+        self._state = self._step.init(model.make_state, model.abstract_batch())
+        self.last_loss = 0.0
+        self.seconds(WARM_STEPS)
+        print(f"warm after {time.monotonic() - started:.0f} s: {_short(plan)}", flush=True)
+
+    def seconds(self, steps: int) -> list[float]:
+        """Of so many steps, from loss to loss."""
+        found = []
+        for _ in range(steps):
             began = time.perf_counter()
-            state, metrics = step(state, batch)
-            last = float(metrics["loss"])
-            if number >= WARM_STEPS:
-                times.append(time.perf_counter() - began)
-            elif number == 0:
-                print(f"  first step after {time.monotonic() - started:.0f} s", flush=True)
-        clocks[mbit], losses[mbit] = statistics.median(times), last
-        print(f"  {mbit} Mbit/s: " + " ".join(f"{one * 1e3:.0f}" for one in times), flush=True)
-    return clocks, losses
+            self._state, metrics = self._step(self._state, self._batch)
+            self.last_loss = float(metrics["loss"])
+            found.append(time.perf_counter() - began)
+        return found
+
+
+def timed(
+    running: Sequence[tuple[Running, Sequence[tuple[int, str, Plan]]]], hosts: Hosts, rates: Sequence[int], steps: int
+) -> dict[tuple[Running, int], list[float]]:
+    """Seconds of steps of each plan at each rate that it is for, :data:`TURNS` turns after each other."""
+    found: dict[tuple[Running, int], list[float]] = {}
+    for mbit in [rate for _ in range(TURNS) for rate in rates]:
+        set_rates(hosts, mbit)
+        for one, same in running:
+            if any(rate == mbit for rate, _, _ in same):
+                one.seconds(1)  # caches and connections are the other plans'
+                times = one.seconds(-(-steps // TURNS))
+                found.setdefault((one, mbit), []).extend(times)
+                print(f"{mbit} Mbit/s, {_short(same[0][2])}: " + " ".join(f"{s * 1e3:.0f}" for s in times), flush=True)
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------- report
