@@ -141,11 +141,6 @@ class Fleet:
         """Something has failed: before anything new begins, all meshes must come to rest."""
         self._is_hurt = True
 
-    @property
-    def is_hurt(self) -> bool:
-        """Whether meshes may wait for what has failed, until they are mended."""
-        return self._is_hurt
-
     def check_pulse(self) -> None:
         """Raise ``WorkerError`` naming a process that is dead or silent, or a step that has failed."""
         import ray

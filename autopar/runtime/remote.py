@@ -72,6 +72,7 @@ class RemoteExecutor:
         self._slowest_seconds = 0.0
         self._measured = 0
         self._rests = 0  # of the fleet, when the processes were last connected
+        self._has_failed = False  # a step, since then
         self._peers: Peers | None = None
         self.worlds: list[MeshWorld] = []
         self._rows: list[list[Where]] = [
@@ -105,7 +106,7 @@ class RemoteExecutor:
             self._fleet.hurt()  # others may wait for the one that failed, to connect
             raise
         self._pending.clear()
-        self._rests = self._fleet.rests
+        self._rests, self._has_failed = self._fleet.rests, False
         self._slowest_seconds, self._measured = 0.0, 0
         self._expect()
 
@@ -115,9 +116,9 @@ class RemoteExecutor:
 
     @property
     def _must_connect(self) -> bool:
-        """Whether anything has failed since, or what it runs on was closed."""
-        is_old = self._fleet.is_hurt or self._rests != self._fleet.rests
-        return is_old or any(world.is_lost for world in self.worlds)
+        """Whether a step has failed, or all arrays were given up after a failure elsewhere, or what it runs on was closed."""
+        is_over = self._has_failed or self._rests != self._fleet.rests
+        return is_over or any(world.is_lost for world in self.worlds)
 
     @property
     def fleet(self) -> Fleet:
@@ -162,13 +163,13 @@ class RemoteExecutor:
         while self._pending:
             self._collect_oldest()
         refs = [ref for world in self.worlds for ref in world.call("finish")]
-        self._fleet.collected(refs, self._limit_seconds(), "the last steps")
+        self._collected(refs, "the last steps")
 
     def _collect_oldest(self) -> None:
         pending = self._pending[0]
         reports: list[StepReport]
         try:
-            reports = self._fleet.collected(pending.refs, self._limit_seconds(), f"step {pending.step}")
+            reports = self._collected(pending.refs, f"step {pending.step}")
         except OutOfMemoryError:
             raise
         except WorkerError as error:
@@ -179,6 +180,14 @@ class RemoteExecutor:
                 self._slowest_seconds = max(self._slowest_seconds, seconds)
                 self._measured += 1
         self._expect()
+
+    def _collected(self, refs: Sequence[Any], what: str) -> list[Any]:
+        """What steps return; after one that failed, what they left on the processes is not gone on with."""
+        try:
+            return self._fleet.collected(refs, self._limit_seconds(), what)
+        except AutoparError:
+            self._has_failed = True
+            raise
 
     def _limit_seconds(self) -> float:
         if self._measured < len(self.worlds):
