@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from autopar.cluster import Platform
-from autopar.errors import AutoparError, OutOfMemoryError, WorkerError
+from autopar.errors import AutoparError, WorkerError
 from autopar.runtime.distributed_array import RemoteArray
 from autopar.runtime.exchange import Peers
 from autopar.runtime.fleet import Fleet, MeshWorld
@@ -170,10 +170,8 @@ class RemoteExecutor:
         reports: list[StepReport]
         try:
             reports = self._collected(pending.refs, f"step {pending.step}")
-        except OutOfMemoryError:
-            raise
         except WorkerError as error:
-            raise WorkerError(f"{error}{self._suspects()}") from error
+            raise type(error)(f"{error}{self._suspects()}") from error
         self._pending.popleft()
         for report in reports:
             for seconds in report.finished.values():
