@@ -19,6 +19,7 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a cluster of this machine alone, gone with this process
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_worker_niceness", "0")  # by Ray's own, 15, the workers wait for whatever else runs here
 
 import jax
 import jax.numpy as jnp

@@ -12,6 +12,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["AUTOPAR_CACHE"] = "none"  # nor what an earlier run has left
 os.environ["RAY_AUTH_MODE"] = "disabled"  # the same in every process of Ray's
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray's name; by its own, 15, workers starve beside other tests
 os.environ["AUTOPAR_PROFILE"] = "none"  # what was measured on this machine is no part of a test
 
 from importlib.metadata import version

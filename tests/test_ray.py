@@ -174,6 +174,22 @@ def test_memory_of_workers_stays_flat(cluster: autopar.Cluster) -> None:
     assert len(set(held[1:])) == 1
 
 
+def test_ray_keeps_nothing_of_steps_that_are_done(cluster: autopar.Cluster) -> None:
+    import ray
+
+    step = autopar.parallelize(train_step, cluster=cluster, **WHOLE)
+    state = step.init(partial(create, 0), batch_of(0))
+    kept = []
+    for number in range(40):
+        state, metrics = step(state, batch_of(number))
+        if number % 10 == 9:
+            float(metrics["loss"])
+            step.last.executor.wait(state)
+            gc.collect()
+            kept.append(len(ray._private.worker.global_worker.core_worker.get_all_reference_counts()))
+    assert kept[-1] <= kept[0], f"{kept} references"
+
+
 def test_host_callbacks_are_refused_by_line(cluster: autopar.Cluster) -> None:
     def printing(state: Any, batch: Any) -> Any:
         jax.debug.print("loss {}", batch["x"].sum())

@@ -128,10 +128,12 @@ class Fleet:
             self.check_pulse()
 
         try:
-            return collected(refs, limit_seconds, what, pulse)
+            found = collected(refs, limit_seconds, what, pulse)
         except AutoparError:  # whatever a process raised: others may wait for its part of a step
             self.hurt()
             raise
+        self._under_way.difference_update(refs)  # what is held on to, Ray keeps
+        return found
 
     def watch(self, refs: Iterable[Any]) -> None:
         """Calls whose failure concerns everybody who waits: the steps."""

@@ -55,6 +55,7 @@ class RayNodes:
         return {
             "RAY_AUTH_MODE": "disabled",  # the hosts are reachable from nowhere else
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",  # as opponents run, who need no Ray; its own is 15
             "RAY_raylet_start_wait_time_s": str(_STARTING_SECONDS),
             "RAY_ADDRESS": self.address,
         }
