@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     log_path = Path(arguments[0])
     # With --capture=sys the log has what XLA says before it ends a process.
-    options = ("-m", "not gpu_compiler", "-v", "--durations=25", "--capture=sys", "-p", "passed_before")
+    options = ("-m", "not gpu_compiler", "-v", "--durations=25", "--capture=sys", "-p", "verify_plugin")
     command = [sys.executable, "-m", "pytest", *options, *arguments[1:]]
     header = header_of(command)
     passed = passed_in(log_path.read_text(encoding="utf-8") if log_path.exists() else "", header)

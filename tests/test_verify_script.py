@@ -90,6 +90,14 @@ def test_another_commit_and_changed_files_are_run_whole(tmp_path: Path, monkeypa
         assert repository.verify(monkeypatch, "-n", "0")[:2] == (1, everything)
 
 
+@pytest.mark.parametrize("processes", ["0", "2"])
+def test_why_a_test_failed_is_said_before_the_others_are_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: str
+) -> None:
+    _, _, log = Repository(tmp_path).verify(monkeypatch, "-n", processes)
+    assert log.index("test_something[broken], call:") < log.index("assert name != ") < log.index("= FAILURES =")
+
+
 def test_of_a_log_that_was_cut_off_what_stands_there_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repository = Repository(tmp_path)
     _, _, log = repository.verify(monkeypatch, "-n", "0")
