@@ -106,12 +106,13 @@ def test_losses_are_those_of_an_undisturbed_run(
 
 
 @pytest.mark.verify
+@pytest.mark.timeout(900)  # processes are started twice, beside other tests
 def test_a_host_that_answers_and_gets_nowhere(
     cluster: autopar.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The user's own reader hangs, once: every process gives its signs of life, and no step ends."""
-    monkeypatch.setattr("autopar.runtime.remote.HANGING_SECONDS", 2.0)
-    monkeypatch.setattr("autopar.runtime.remote.FIRST_STEP_SECONDS", 10.0)
+    monkeypatch.setattr("autopar.runtime.pace.HANGING_SECONDS", 2.0)
+    monkeypatch.setattr("autopar.runtime.pace.FIRST_STEP_SECONDS", 10.0)
     hung, rows_of = tmp_path / "hung", batch_of
 
     def read(step: int, rows: slice) -> Any:

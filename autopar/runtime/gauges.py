@@ -13,7 +13,7 @@ class Gauges:
 
         self._gauges = {}
         for name, description in (
-            ("step_seconds", "Seconds of the last finished step, from its call to its end."),
+            ("step_seconds", "Seconds of the last finished step, from its call or the end of the step before it."),
             ("array_bytes", "Bytes of arrays on the devices of the process."),
             ("resident_bytes", "Bytes of the process in the memory of its host."),
         ):

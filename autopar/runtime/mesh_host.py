@@ -42,6 +42,7 @@ class MeshHost:
         self._step = -1
         self._since: float | None = None
         self._step_seconds = 0.0
+        self._ended = 0.0  # the last step that was done
         self._gauges: Any = None
         self._shown = -SHOWING_SECONDS  # when the gauges were set
         self._exchange: Any = None
@@ -171,7 +172,7 @@ class MeshHost:
         self._arrays.update(enumerate(results, order.first_result))
         for token, step in {(one.token, one.step) for one in order.given if isinstance(one, HostRows)}:
             self._readers[token].step_is_over(step)
-        done = self._watcher.submit(_seconds_until_ready, loaded.marks(results), self._since)
+        done = self._watcher.submit(self._seconds_of_step, loaded.marks(results), self._since)
         self._running.append((order.step, done))
         finished, self._finished = self._finished, {}
         dispatch_seconds = time.monotonic() - self._since
@@ -200,6 +201,14 @@ class MeshHost:
     def pulse(self) -> int:
         """A sign of life: the step that this process is in."""
         return self._step
+
+    def _seconds_of_step(self, marks: Any, called: float) -> float:
+        """Wait, in a thread of its own, until arrays are there: seconds since the call, or since the end of the step before."""
+        import jax
+
+        jax.block_until_ready(marks)
+        before, self._ended = self._ended, time.monotonic()
+        return self._ended - max(called, before)
 
     def _finish_oldest(self) -> None:
         step, done = self._running.popleft()
@@ -419,14 +428,6 @@ class MeshHost:
 
         places = {device: place for place, device in enumerate(known)}
         return device_mesh(mesh, [self._devices[places[device]] for device in devices])
-
-
-def _seconds_until_ready(marks: Any, since: float) -> float:
-    """How long after a moment some arrays were there; a thread of its own waits, so that nothing else counts."""
-    import jax
-
-    jax.block_until_ready(marks)
-    return time.monotonic() - since
 
 
 def _gauges(name: str) -> Any:

@@ -132,4 +132,4 @@ class HostStatus:
     busy_seconds: float
     """How long it has been dispatching the step; 0: it is not."""
     step_seconds: float
-    """How long the last finished step took from its call to its end; 0: none has."""
+    """How long the last finished step took, from its call or the end of the one before it; 0: none has."""

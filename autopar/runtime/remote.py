@@ -24,20 +24,13 @@ from autopar.runtime.interpreter import Key
 from autopar.runtime.introductions import introduced
 from autopar.runtime.messages import HostPieces, HostRows, ProgramMemory, StepOrder, StepReport, Where
 from autopar.runtime.on_devices import as_numpy
+from autopar.runtime.pace import HANGING_SECONDS, Pace
 from autopar.runtime.shipment import Entry, Output, Shipments
 from autopar.runtime.stage_executable import titled
 from autopar.runtime.waiting import COMPILING_SECONDS, collected
 
 RUN_AHEAD = 3
 """So many steps may be called whose dispatch no process has reported yet."""
-
-FIRST_STEP_SECONDS = 300.0
-"""How long a step may take while none was measured: communicators and caches are made."""
-
-HANGING_SHARE = 20.0
-HANGING_SECONDS = 30.0
-"""A mesh hangs when a step takes so many times as long as the slowest before it, and so many seconds at least."""
-
 
 _Given = int | list[HostPieces] | list[HostRows]
 
@@ -69,8 +62,7 @@ class RemoteExecutor:
         self._backend = backend
         self._digests = [mesh.digest() for mesh in shipments.meshes]
         self._pending: deque[_Pending] = deque()
-        self._slowest_seconds = 0.0
-        self._measured = 0
+        self._pace = Pace()
         self._rests = 0  # of the fleet, when the processes were last connected
         self._has_failed = False  # a step, since then
         self._peers: Peers | None = None
@@ -107,12 +99,12 @@ class RemoteExecutor:
             raise
         self._pending.clear()
         self._rests, self._has_failed = self._fleet.rests, False
-        self._slowest_seconds, self._measured = 0.0, 0
+        self._pace.start_over()
         self._expect()
 
     def _expect(self) -> None:
         for world, digest in zip(self.worlds, self._digests, strict=True):
-            world.expect(digest, self._limit_seconds())
+            world.expect(digest, self._pace.limit_seconds)
 
     @property
     def _must_connect(self) -> bool:
@@ -174,23 +166,17 @@ class RemoteExecutor:
             raise type(error)(f"{error}{self._suspects()}") from error
         self._pending.popleft()
         for report in reports:
-            for seconds in report.finished.values():
-                self._slowest_seconds = max(self._slowest_seconds, seconds)
-                self._measured += 1
+            for step, seconds in report.finished.items():
+                self._pace.took(step, seconds)
         self._expect()
 
     def _collected(self, refs: Sequence[Any], what: str) -> list[Any]:
         """What steps return; after one that failed, what they left on the processes is not gone on with."""
         try:
-            return self._fleet.collected(refs, self._limit_seconds(), what)
+            return self._fleet.collected(refs, self._pace.limit_seconds, what)
         except AutoparError:
             self._has_failed = True
             raise
-
-    def _limit_seconds(self) -> float:
-        if self._measured < len(self.worlds):
-            return FIRST_STEP_SECONDS
-        return max(HANGING_SECONDS, HANGING_SHARE * self._slowest_seconds)
 
     def _suspects(self) -> str:
         """Which processes do not answer, or sit in a step."""
