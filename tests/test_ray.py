@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -160,33 +161,32 @@ def test_nothing_of_ours_listens_on_all_interfaces(cluster: autopar.Cluster) -> 
     assert cluster.runs_on.nodes[0].address in own, "the server of transfers"
 
 
-@pytest.mark.verify
-def test_memory_of_workers_stays_flat(cluster: autopar.Cluster) -> None:
+def every_tenth_step(cluster: autopar.Cluster, count: Callable[[Any], int]) -> list[int]:
+    """What is counted after ten, twenty, thirty and forty steps, given what executes them."""
     step = autopar.parallelize(train_step, cluster=cluster, **WHOLE)
     state = step.init(partial(create, 0), batch_of(0))
-    held = []
-    for number in range(40):
-        state, metrics = step(state, batch_of(number))
-        if number % 10 == 9:
-            float(metrics["loss"])
-            gc.collect()
-            held.append(sum(one.array_bytes for one in step.last.executor.fleet.status()))
-    assert len(set(held[1:])) == 1
-
-
-def test_ray_keeps_nothing_of_steps_that_are_done(cluster: autopar.Cluster) -> None:
-    import ray
-
-    step = autopar.parallelize(train_step, cluster=cluster, **WHOLE)
-    state = step.init(partial(create, 0), batch_of(0))
-    kept = []
+    counted = []
     for number in range(40):
         state, metrics = step(state, batch_of(number))
         if number % 10 == 9:
             float(metrics["loss"])
             step.last.executor.wait(state)
             gc.collect()
-            kept.append(len(ray._private.worker.global_worker.core_worker.get_all_reference_counts()))
+            counted.append(count(step.last.executor))
+    return counted
+
+
+@pytest.mark.verify
+def test_memory_of_workers_stays_flat(cluster: autopar.Cluster) -> None:
+    held = every_tenth_step(cluster, lambda executor: sum(one.array_bytes for one in executor.fleet.status()))
+    assert len(set(held[1:])) == 1
+
+
+def test_ray_keeps_nothing_of_steps_that_are_done(cluster: autopar.Cluster) -> None:
+    import ray
+
+    ours = ray._private.worker.global_worker.core_worker
+    kept = every_tenth_step(cluster, lambda executor: len(ours.get_all_reference_counts()))
     assert kept[-1] <= kept[0], f"{kept} references"
 
 

@@ -42,7 +42,7 @@ class MeshHost:
         self._step = -1
         self._since: float | None = None
         self._step_seconds = 0.0
-        self._ended = 0.0  # the last step that was done
+        self._ended = 0.0  # when the last step was done
         self._gauges: Any = None
         self._shown = -SHOWING_SECONDS  # when the gauges were set
         self._exchange: Any = None

@@ -10,11 +10,12 @@ none either, so that a run that has stumbled once notices the next fault as soon
 from __future__ import annotations
 
 FIRST_STEP_SECONDS = 300.0
-
+"""How long a step may take while no other than the first was measured."""
 HANGING_SHARE = 20.0
 HANGING_SECONDS = 30.0
-
+"""A mesh hangs when a step takes so many times as long as the slowest recent one, and so many seconds at least."""
 RECENT_STEPS = 100
+"""So many steps are recent."""
 
 
 class Pace:
